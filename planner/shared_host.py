@@ -14,7 +14,7 @@ class VirtualTime(Protocol):
 
     def now_s(self) -> float: ...
 
-    def at(self, at_s: float, happen: Callable[..., None], *args: object) -> None: ...
+    def call_at(self, at_s: float, callback: Callable[..., None], *args: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class BusyCores:
         if self._steps:
             self._stretch = self._host.stretch(sum(step.ranks for step in self._steps.values()))
             left_s = max(0.0, min(step.left_s for step in self._steps.values()))
-            self._loop.at(self._since_s + left_s * self._stretch, self._end, self._generation)
+            self._loop.call_at(self._since_s + left_s * self._stretch, self._end, self._generation)
 
     def _end(self, generation: int) -> None:
         """Ends the step with the least time left."""

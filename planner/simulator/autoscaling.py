@@ -55,7 +55,7 @@ class SimAutoscaler:
         self._cluster, self._trace, self._setup, self._loop = cluster, trace, setup, loop
         self._measurements = measurements
         self._changed_s = 0.0
-        loop.at(spec.interval_s, self._evaluate)
+        loop.call_at(spec.interval_s, self._evaluate)
 
     def _evaluate(self) -> None:
         if self._measurements.ended == len(self._trace):
@@ -68,7 +68,7 @@ class SimAutoscaler:
             self._changed_s = now_s
             self.role_changes.append((now_s, *decision.target))
             self._cluster.pump()
-        self._loop.at(now_s + self._setup.autoscaler.interval_s, self._evaluate)
+        self._loop.call_at(now_s + self._setup.autoscaler.interval_s, self._evaluate)
 
     def _view(self, now_s: float) -> PoolObservation:
         fleet, trace = self._cluster.fleet, self._trace

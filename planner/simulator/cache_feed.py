@@ -31,7 +31,7 @@ class CacheFeed:
     def changed(self, worker: SimWorker) -> None:
         if not worker.events_due:
             worker.events_due = True
-            self._loop.at(self._loop.now_s() + self._lag_s, self._flush, worker)
+            self._loop.call_at(self._loop.now_s() + self._lag_s, self._flush, worker)
 
     def _flush(self, worker: SimWorker) -> None:
         worker.events_due = False

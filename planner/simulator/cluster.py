@@ -90,7 +90,7 @@ class SimCluster:
         at_s = max(at_s, self._pumped_s + PUMP_EVERY_S)
         if self._next_pump_s is None or at_s < self._next_pump_s:
             self._next_pump_s = at_s
-            self._loop.at(at_s, self._pump_due, at_s)
+            self._loop.call_at(at_s, self._pump_due, at_s)
 
     def _pump_due(self, at_s: float) -> None:
         if self._next_pump_s == at_s:
@@ -111,7 +111,7 @@ class SimCluster:
                 return worker.sent_frames
         worker.sent_frames += 1
         arrives_s = self._loop.now_s() + self._setup.network_s
-        self._loop.at(arrives_s, worker.receive, worker.sent_frames, self._workers.take, run, frame, worker)
+        self._loop.call_at(arrives_s, worker.receive, worker.sent_frames, self._workers.take, run, frame, worker)
         return worker.sent_frames
 
     def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
@@ -123,7 +123,7 @@ class SimCluster:
     # --- the workers' events -----------------------------------------------------------------------------------------
 
     def _send_event(self, worker: SimWorker, wire_id: str, event: ev.Event) -> None:
-        self._loop.at(self._loop.now_s() + self._setup.network_s, self._deliver, worker, wire_id, event)
+        self._loop.call_at(self._loop.now_s() + self._setup.network_s, self._deliver, worker, wire_id, event)
 
     def _deliver(self, worker: SimWorker, wire_id: str, event: ev.Event) -> None:
         run = worker.attached.get(wire_id)
@@ -176,7 +176,7 @@ class SimCluster:
         if back_after_s is not None:
             key = worker.key
             at_s = self._loop.now_s() + back_after_s
-            self._loop.at(at_s, self._come_back, key.worker_id, worker.role, key.epoch + 1)
+            self._loop.call_at(at_s, self._come_back, key.worker_id, worker.role, key.epoch + 1)
 
     def _deliver_sent(self, worker: SimWorker, wire_id: str, run: RequestRun) -> None:
         """Delivers the tokens that a lost worker had sent before."""

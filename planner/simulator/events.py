@@ -18,7 +18,7 @@ class EventLoop:
     def now_s(self) -> float:
         return self._now_s
 
-    def at(self, at_s: float, callback: Callable[..., None], *args: object) -> None:
+    def call_at(self, at_s: float, callback: Callable[..., None], *args: object) -> None:
         """Schedules `callback(*args)`; a time in the past means now."""
         self._made += 1
         heapq.heappush(self._events, (max(at_s, self._now_s), self._made, callback, args))

@@ -138,7 +138,7 @@ class FrameHandler:
             num_bytes=num_bytes,
         )
         if part.is_last:
-            self._loop.at(done_s, self._landed, worker, part.request_id, ticket)
+            self._loop.call_at(done_s, self._landed, worker, part.request_id, ticket)
 
     def _landed(self, worker: SimWorker, wire_id: str, ticket: SimTicket) -> None:
         if not worker.lost:

@@ -19,7 +19,7 @@ QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class LatencySummary:
+class LatencyQuantiles:
     """Percentiles and mean in seconds. None: there were no values."""
 
     p50: float | None
@@ -29,7 +29,7 @@ class LatencySummary:
     mean: float | None = None
 
     @classmethod
-    def of(cls, seconds: NDArray[np.float64]) -> LatencySummary:
+    def of(cls, seconds: NDArray[np.float64]) -> LatencyQuantiles:
         seen = seconds[~np.isnan(seconds)]
         if not len(seen):
             return cls(None, None, None, None)
@@ -37,7 +37,7 @@ class LatencySummary:
         return cls(p50, p90, p95, p99, float(seen.mean()))
 
     @classmethod
-    def of_intervals(cls, intervals: IntervalHistogram) -> LatencySummary:
+    def of_intervals(cls, intervals: IntervalHistogram) -> LatencyQuantiles:
         p50, p90, p95, p99 = (intervals.percentile(share) for share in QUANTILES.values())
         return cls(p50, p90, p95, p99)
 
@@ -68,11 +68,11 @@ class Outcome:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    ttft_s: LatencySummary
-    tpot_s: LatencySummary
-    itl_s: LatencySummary
-    e2e_s: LatencySummary
-    queue_s: LatencySummary  # in the router's queue
+    ttft_s: LatencyQuantiles
+    tpot_s: LatencyQuantiles
+    itl_s: LatencyQuantiles
+    e2e_s: LatencyQuantiles
+    queue_s: LatencyQuantiles  # in the router's queue
     slo: Slo
     attainment: Attainment
     goodput_per_s: float | None
@@ -111,11 +111,11 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements)
         "requests_per_s": len(trace) / span_s,
         "prompt_tokens_per_s": prompt_tokens / span_s,
         "output_tokens_per_s": float(trace.output_tokens[finished].sum()) / span_s,
-        "ttft_s": LatencySummary.of(ttft_s),
-        "tpot_s": LatencySummary.of(tpot_s),
-        "itl_s": LatencySummary.of_intervals(measurements.intervals),
-        "e2e_s": LatencySummary.of(e2e_s),
-        "queue_s": LatencySummary.of(measurements.dispatched_s - trace.arrival_s),
+        "ttft_s": LatencyQuantiles.of(ttft_s),
+        "tpot_s": LatencyQuantiles.of(tpot_s),
+        "itl_s": LatencyQuantiles.of_intervals(measurements.intervals),
+        "e2e_s": LatencyQuantiles.of(e2e_s),
+        "queue_s": LatencyQuantiles.of(measurements.dispatched_s - trace.arrival_s),
         "slo": slo,
         "attainment": attainment,
         "goodput_per_s": None if good is None else good / span_s,

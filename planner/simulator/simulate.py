@@ -47,12 +47,12 @@ def simulate(
 
     def arrive(index: int) -> None:
         if index + 1 < len(trace):
-            loop.at(float(trace.arrival_s[index + 1]), arrive, index + 1)
+            loop.call_at(float(trace.arrival_s[index + 1]), arrive, index + 1)
         if progress is not None and index % _PROGRESS_EVERY == 0:
             progress(index)
         cluster.arrive(index)
 
-    loop.at(float(trace.arrival_s[0]), arrive, 0)
+    loop.call_at(float(trace.arrival_s[0]), arrive, 0)
     # Millions of small objects with few cycles: garbage collection would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -73,19 +73,19 @@ def _never() -> bool:
 
 def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
     if fault.kind is FaultKind.REDIS:
-        loop.at(fault.at_s, cluster.cache.redis_lost)
+        loop.call_at(fault.at_s, cluster.cache.redis_lost)
         if fault.for_s is not None:
-            loop.at(fault.at_s + fault.for_s, cluster.cache.redis_back)
+            loop.call_at(fault.at_s + fault.for_s, cluster.cache.redis_back)
         return
     if fault.worker_id not in cluster.fleet.workers:
         known = ", ".join(list(cluster.fleet.workers)[:8])
         raise ConfigError(f"--fault: expected a worker ({known}, ...), got {fault.worker_id!r}", field="--fault")
     if fault.kind is FaultKind.WORKER:
-        loop.at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
+        loop.call_at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
         return
-    loop.at(fault.at_s, cluster.slow_link, fault.worker_id, fault.factor)
+    loop.call_at(fault.at_s, cluster.slow_link, fault.worker_id, fault.factor)
     if fault.for_s is not None:
-        loop.at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
+        loop.call_at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
 
 
 def _check_conservation(cluster: SimCluster, measurements: RunMeasurements) -> None:

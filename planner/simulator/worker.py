@@ -174,7 +174,7 @@ class SimWorker:
             self._host.failed(self, sequence_id, error)
         if not plan.chunks:
             if self.scheduler.has_work:  # a request was preempted: the next plan has room
-                self._loop.at(self._loop.now_s(), self._resume)
+                self._loop.call_at(self._loop.now_s(), self._resume)
             return
         now_s = self._loop.now_s()
         prefills = [PrefillWork(each.count, each.start) for each in plan.chunks if each.count > 1]
@@ -186,7 +186,7 @@ class SimWorker:
         self._stepping = True
         self._generation += 1
         if self._cores is None:
-            self._loop.at(now_s + seconds, self._end, self._generation, plan, now_s)
+            self._loop.call_at(now_s + seconds, self._end, self._generation, plan, now_s)
         else:
             self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s))
 
@@ -246,7 +246,7 @@ class SimWorker:
         self._repeat = (now_s, step_s, steps, context)
         self._stepping = True
         self._generation += 1
-        self._loop.at(now_s + steps * step_s, self._end_repeat, self._generation, steps)
+        self._loop.call_at(now_s + steps * step_s, self._end_repeat, self._generation, steps)
 
     def _stop_repeating(self, repeat: tuple[float, float, int, int]) -> None:
         """Ends the repetition after the current step: something came in."""
@@ -255,7 +255,7 @@ class SimWorker:
         if done < steps:
             self._repeat = (start_s, step_s, done, context)
             self._generation += 1
-            self._loop.at(start_s + done * step_s, self._end_repeat, self._generation, done)
+            self._loop.call_at(start_s + done * step_s, self._end_repeat, self._generation, done)
 
     def _end_repeat(self, generation: int, steps: int) -> None:
         if generation != self._generation or self._repeat is None:

@@ -26,7 +26,7 @@ from tandem.request import SamplingParams
 
 CANARY_ID_PREFIX = "canary-"
 PROMPT = (0,)  # a token of every model; less than a block, so never cached
-ANSWER_TOKENS = 2  # the prefill worker samples the first, the decode worker the second
+ANSWER_TOKENS = 2  # in a handoff, each of the two workers samples one
 
 
 class _EmptyDecoder:

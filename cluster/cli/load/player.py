@@ -17,7 +17,7 @@ import numpy as np
 from cluster.cli.load.client import LoadClient, LoadRequest, LoadResponse
 from cluster.cli.load.prompts import Prompts
 from planner.simulator.measurements import RunMeasurements
-from planner.simulator.outcome import LatencySummary, Outcome, outcome_fields
+from planner.simulator.outcome import LatencyQuantiles, Outcome, outcome_fields
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 from tandem.errors import DeadlineExceeded, ErrorCode, InputError, TandemError
@@ -52,7 +52,7 @@ class LoadResult(Outcome):
     """`send_lag_s`: how late requests were sent, in seconds after they were due."""
 
     target: str
-    send_lag_s: LatencySummary
+    send_lag_s: LatencyQuantiles
 
 
 Progress = Callable[[int], None]  # requests that have ended
@@ -176,7 +176,7 @@ class Player:
 
     def _result(self, target: str) -> LoadResult:
         recorder, reported, played = self._recorder.head(self._due), self._reported, self._trace.head(self._due)
-        lag_s = LatencySummary.of(np.array(reported.lag_s))
+        lag_s = LatencyQuantiles.of(np.array(reported.lag_s))
         served = replace(
             played,
             prompt_tokens=np.array(reported.prompt_tokens[: self._due], np.int64),
@@ -190,7 +190,7 @@ class Player:
         kv_bytes = float(reported.kv_bytes) if reported.has_handoffs else None
         return LoadResult(**fields, kv_bytes_moved=kv_bytes, target=target, send_lag_s=lag_s)
 
-    def _notes(self, recorder: RunMeasurements, lag_s: LatencySummary) -> list[str]:
+    def _notes(self, recorder: RunMeasurements, lag_s: LatencyQuantiles) -> list[str]:
         notes = []
         if lag_s.p99 is not None and lag_s.p99 > LATE_S:
             notes.append(

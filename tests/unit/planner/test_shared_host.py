@@ -42,9 +42,9 @@ def ends(steps: dict[str, tuple[float, int, float]], stop: tuple[str, float] | N
         found[name] = loop.now_s()
 
     for name, (at_s, ranks, seconds) in steps.items():
-        loop.at(at_s, cores.run, name, ranks, seconds, partial(note, name))
+        loop.call_at(at_s, cores.run, name, ranks, seconds, partial(note, name))
     if stop is not None:
-        loop.at(stop[1], cores.stop, stop[0])
+        loop.call_at(stop[1], cores.stop, stop[0])
     loop.run(lambda: False)
     return found
 

@@ -16,7 +16,7 @@ from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, de
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec
-from planner.simulator.outcome import LatencySummary, Outcome
+from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Setup, Slo
 from planner.simulator.simulate import simulate
@@ -87,7 +87,7 @@ def latencies(result: Outcome) -> Table:
     table = Table("", "p50", "p90", "p95", "p99")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows: list[tuple[str, LatencySummary]] = [
+    rows: list[tuple[str, LatencyQuantiles]] = [
         ("TTFT", result.ttft_s), ("TPOT", result.tpot_s), ("ITL", result.itl_s), ("end to end", result.e2e_s),
         ("in the queue", result.queue_s),
     ]  # fmt: skip
