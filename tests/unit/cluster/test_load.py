@@ -140,7 +140,10 @@ Serve = Callable[[bytes, asyncio.StreamWriter], None]
 
 @asynccontextmanager
 async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[OpenAiEndpoint]:
+    open_connections: set[asyncio.StreamWriter] = set()
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_connections.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -148,9 +151,11 @@ async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[OpenA
                 await writer.drain()
                 if not keep:
                     break
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client is gone
-        writer.close()
+        finally:
+            open_connections.discard(writer)
+            writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -158,6 +163,9 @@ async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[OpenA
         yield OpenAiEndpoint(urlsplit(f"http://127.0.0.1:{port}/v1"), "m", chat=False, api_key="key")
     finally:
         server.close()
+        for writer in open_connections:
+            writer.close()
+        await asyncio.sleep(0)
 
 
 def event(**fields: object) -> bytes:

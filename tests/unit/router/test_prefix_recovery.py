@@ -172,8 +172,8 @@ async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: Re
         for key, value in zip(keys, older, strict=True):
             assert value is not None
             redis.restore(key, 0, value, replace=True)
-        await asyncio.sleep(0.3)
-        assert side.mirror.match(CHAIN) == {A1: 2}
+        await until(lambda: redis.dump(keys[0]) != older[0])  # the worker noticed
+        await side.sees({A1: 2})
         late = IndexReplica(server)
         late.follower.start()
         late.follower.set_workers([A1])
