@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+HELPERS = "testing"  # for tests and benchmarks, not in the wheel
 NOT_ON_CPUS = "triton"  # comes with torch for GPUs
 
 
@@ -27,7 +28,11 @@ def main(repository: Path) -> int:
         if not (origin / "py.typed").is_file():
             print(f"{name}: py.typed is missing from the wheel", file=sys.stderr)
             return 1
-        wanted = {path.relative_to(repository) for path in (repository / name).rglob("*.py")}
+        sources = (path.relative_to(repository) for path in (repository / name).rglob("*.py"))
+        wanted = {path for path in sources if HELPERS not in path.parts}
+        if (origin / HELPERS).exists():
+            print(f"{name}: expected a wheel without {HELPERS}/, got one with it", file=sys.stderr)
+            return 1
         missing = sorted(str(path) for path in wanted if not (origin.parent / path).is_file())
         if missing:
             print(f"{name}: missing from the wheel: {', '.join(missing)}", file=sys.stderr)
