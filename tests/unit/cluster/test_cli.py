@@ -148,6 +148,7 @@ def test_doctor_names_the_fix_of_what_is_wrong(tandem: Tandem, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("starting", [False, True])
+@pytest.mark.slow
 def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
     tandem: Tandem, tmp_path: Path, starting: bool
 ) -> None:
@@ -174,6 +175,7 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+@pytest.mark.slow
 def test_doctor_names_a_damaged_file_of_the_checkpoint(tandem: Tandem, tmp_path: Path, name: str) -> None:
     model = write_tiny_llama(tmp_path / "model")
     damaged = model / name

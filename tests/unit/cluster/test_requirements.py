@@ -92,6 +92,7 @@ def tandem(folder: Path, environ: dict[str, str], *arguments: str) -> subprocess
 
 
 @pytest.mark.parametrize("command", ["up", "doctor"])
+@pytest.mark.slow
 def test_up_and_doctor_say_the_same_and_up_leaves_it_where_kubernetes_looks(tmp_path: Path, command: str) -> None:
     log = tmp_path / "termination-log"
     environ = listed(tmp_path, KEYS | {"path": "/none/keys.yaml"}) | {"TANDEM_TERMINATION_LOG": str(log)}

@@ -308,6 +308,7 @@ class TestApp:
     @pytest.mark.parametrize(
         "size", [(20, 3), *(pytest.param(size, marks=pytest.mark.slow) for size in ((40, 8), (200, 60)))]
     )
+    @pytest.mark.slow
     async def test_every_page_can_be_drawn_in_any_terminal(self, app: TopApp, size: tuple[int, int]) -> None:
         async with app.run_test(size=size) as pilot:
             for page in "12345":

@@ -89,6 +89,7 @@ def mixed(count: int, vocab: int = VOCAB) -> dict[str, tuple[list[int], Sampling
     return {str(n): (random_prompt(1 + 13 * n % 90, vocab, n), kinds[n % len(kinds)]) for n in range(count)}
 
 
+@pytest.mark.slow
 def test_blocks_read_in_place_are_answered_from_as_gathered_ones(family_dir: Path, tmp_path: Path) -> None:
     """Prompts shorter and longer than the windows, in chunks, decoded together."""
     config = ModelConfig.load(family_dir)

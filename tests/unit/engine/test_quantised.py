@@ -84,6 +84,7 @@ def alone(rank: Rank, prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migrated(
     family_dir: Path, tmp_path: Path, mode: str
 ) -> None:

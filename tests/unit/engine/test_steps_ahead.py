@@ -109,6 +109,7 @@ def test_requests_that_stop_one_after_the_other(
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_whoever_comes_leaves_or_is_held_meanwhile(
     watched: Callable[..., Watched], requests: Requests, expected: dict[str, list[int]], seed: int
 ) -> None:

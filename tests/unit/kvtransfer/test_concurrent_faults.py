@@ -69,6 +69,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
 @pytest.mark.parametrize(
     "transport", ["mapped", *(pytest.param(each, marks=pytest.mark.slow) for each in ("process_group", "tcp"))]
 )
+@pytest.mark.slow
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:

@@ -77,6 +77,7 @@ async def start(cluster: FakeCluster, *names: str, **options: Any) -> list[FakeL
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, soak: Soak, victim: str) -> None:
     members = await start(cluster, "prefill-0", "prefill-1", "decode-0")
     engine = [rank.fd for member in members for rank in member.worker.ranks]

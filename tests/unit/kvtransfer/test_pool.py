@@ -82,6 +82,7 @@ def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: 
 @pytest.mark.parametrize("layout", [LAYOUT, BIG])
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.slow
 def test_a_span_can_be_read_and_written_any_number_of_cells_at_a_time(
     layout: KvPoolLayout, data: st.DataObject
 ) -> None:

@@ -41,6 +41,8 @@ from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.rpc.channel import encode
 
+pytestmark = pytest.mark.slow  # test_agent_failures.py shows the same causes on `mapped` links
+
 MakeWorker = Callable[..., FakeWorker]
 Authority = Callable[[str], Any]
 ByHand = Callable[..., Awaitable["HandSender"]]

@@ -171,7 +171,10 @@ async def cluster(bare: Cluster) -> Cluster:
     return bare
 
 
-@pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
+@pytest.fixture(
+    params=[BINARIES[0], *(pytest.param(other, marks=pytest.mark.slow) for other in BINARIES[1:])],
+    ids=lambda binary: Path(binary).name,
+)
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path, request.param)
     server.start()

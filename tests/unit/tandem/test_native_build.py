@@ -30,6 +30,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_image_needs_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_all(sources)
     assert [re.sub("-.*", "", path.name) for path in built] == ["digest", "kernels", "prefix"]
