@@ -23,7 +23,7 @@ from router.requests import events as ev
 from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
 from router.requests.ports import Assembler, Request
-from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
+from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, Retry, retry_of
 from router.requests.timeline import PaceMeter, RunTimeline
 from router.terms import RequestTerms
 from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
@@ -401,13 +401,13 @@ class RequestRun:
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return
-        # No room to start is no fault: such a request may try as long as it may wait.
-        no_room = error.code in REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
-        if not no_room and (error.code not in RETRIED or self._migrations >= self.max_migrations):
+        retry = retry_of(error.code, state, self._migrations, self.max_migrations)
+        if retry is Retry.NO:
             self.lifecycle.fail()
             self._end(error)
             return
         self._actions.append(act.AttemptFailed(error))
+        no_room = retry is Retry.WHEN_THERE_IS_ROOM
         self._migrations += not no_room
         self.excluded |= {each.worker_id for each in failed}
         self._leave_workers()
