@@ -17,6 +17,9 @@ from router.testing.redis_server import HOST, RedisAddress, behind_tls, sharded,
 from router.testing.stub_worker import until
 from tandem.errors import ConfigError
 
+# redis-py leaves connections of cluster and Sentinel clients to the collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
 
 @pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
 def binary(request: pytest.FixtureRequest) -> str:
@@ -82,8 +85,6 @@ async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> 
             await until(lambda: side.mirror.match(CHAIN) == {A1: 6}, 20.0)
 
 
-# redis-py leaves the connections of a cluster client to the collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
 async def test_a_cluster_is_one_redis(binary: str, tmp_path: Path) -> None:
     with sharded(tmp_path, binary) as (place, nodes):
