@@ -327,6 +327,10 @@ class TraceStore:
             if self._by_client.get(oldest.client_id) is oldest:
                 del self._by_client[oldest.client_id]
 
+    def find(self, request_id: str) -> Trace | None:
+        """By the router's own id."""
+        return self._traces.get(request_id)
+
     def get(self, request_id: str) -> Trace:
         """Finds a trace by request id, by OpenAI answer id (`chatcmpl-…`, `cmpl-…`, `resp_…`; the first of several
         answers), or by the client's `x-request-id`. Raises NotFound."""
@@ -373,13 +377,10 @@ class Traces:
         """The trace of an active or recently ended request. Raises NotFound."""
         return self._live.get(run) or self.store.get(run.request.request_id)
 
-    def attempt(self, run: RequestRun) -> Attempt | None:
-        """The latest attempt."""
-        return self.of(run).last
-
     def reported(self, run: RequestRun, wire_id: str) -> Attempt | None:
-        """The attempt that a worker's report is about."""
-        return self.of(run).attempt(wire_id)
+        """The attempt that a worker's report is about. None: the request ended too long ago."""
+        trace = self._live.get(run) or self.store.find(run.request.request_id)
+        return None if trace is None else trace.attempt(wire_id)
 
     def _received(self, run: RequestRun, fact: Received, now_s: float) -> None:
         self._live[run] = Trace.of(run.request, run.terms, run.received_s)
@@ -403,8 +404,9 @@ class Traces:
             last.sampled_s = link.local_s(token.sampled_at_s)
 
     def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
-        if isinstance(fact.report, worker_pb2.HandoffDone):
-            self.of(run).report(fact.report, fact.anchor_s)
+        trace = self._live.get(run) or self.store.find(run.request.request_id)
+        if trace is not None and isinstance(fact.report, worker_pb2.HandoffDone):
+            trace.report(fact.report, fact.anchor_s)
 
     def _joined(self, run: RequestRun, fact: act.Joined, now_s: float) -> None:
         if (last := self._live[run].last) is not None:

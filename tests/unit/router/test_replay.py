@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from router.observe.trace import Traces
+from router.policies.estimates import Estimates
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -20,9 +22,12 @@ from router.requests.replay import RecordedRequest, Replay, ReplayReport
 from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from router.testing.scenario import TextlessAssembler
+from router.workers.fleet import Fleet
 from tandem.config.spec import RouterSpec
 from tandem.errors import ConfigError, InputError
 from tandem.request import FinishReason, SamplingParams
+from tandem.testing.models import FakeClock
+from tandem.v1 import worker_pb2
 
 D0, P0 = WorkerKey("d0", 1), WorkerKey("p0", 1)
 SECRET = 424242
@@ -163,3 +168,14 @@ def test_an_observer_that_fails_is_logged_once_and_counted_and_others_still_see_
     assert seen == [0.0, 1.0, 2.0]
     assert facts.failures == {"broken": 3}
     assert len(caplog.records) == 1
+
+
+def test_a_report_of_a_request_whose_trace_is_gone_is_no_failure_of_the_observer() -> None:
+    """Reports of handoffs come up to seconds after the end; hundreds of requests may have ended since."""
+    facts, run = Facts(), new_run()
+    traces = Traces(Fleet("router-0", Estimates(FakeClock())))
+    traces.subscribe(facts)
+    report = worker_pb2.HandoffDone(request_id="r.1", sent=worker_pb2.SendStages())
+    facts.publish(run, act.HandoffSeen("r.1", 0.0, 0, None, report), 1.0)
+    assert not facts.failures
+    assert traces.reported(run, "r.1") is None
