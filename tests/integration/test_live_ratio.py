@@ -364,6 +364,7 @@ async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: C
     print(f"{rolls} rolling restarts of {len(before)} workers under 2,000 requests; longest gap {max(gaps_s):.2f} s")
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:
     before = {name: slot.role for name, slot in controller.workers.slots.items()}
     only = next(name for name, role in before.items() if role is Role.DECODE)

@@ -187,6 +187,7 @@ def test_doctor_names_a_damaged_file_of_the_checkpoint(tandem: Tandem, tmp_path:
     assert str(damaged) in said
 
 
+@pytest.mark.slow
 def test_doctor_reports_a_missing_model_once(tandem: Tandem, tmp_path: Path) -> None:
     done = tandem("doctor", "--model", str(tmp_path / "nowhere"))
     assert done.returncode == 1
@@ -194,6 +195,7 @@ def test_doctor_reports_a_missing_model_once(tandem: Tandem, tmp_path: Path) -> 
     assert "– memory: not checked" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_width_that_does_not_fit_is_named_as_the_configuration_names_it(tandem: Tandem, tmp_path: Path) -> None:
     config = tmp_path / "cluster.yaml"
     config.write_text(f"models: [{{source: {write_tiny_llama(tmp_path / 'tiny')}, prefill: {{tp: 3}}}}]\n")

@@ -106,6 +106,7 @@ def has(processes: Iterable[psutil.Process], program: str) -> bool:
         pytest.param("worker.service", marks=pytest.mark.soak_only),
     ],
 )
+@pytest.mark.slow
 def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, child: str) -> None:
     """From the moment on at which this child has been started."""
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}

@@ -267,6 +267,7 @@ class TestApp:
             await pilot.press("p")
             await until(pilot, lambda: shown(app, "workers") == [] and "live" in told(app))
 
+    @pytest.mark.slow
     async def test_requests_are_filtered_sorted_and_reversed(self, app: TopApp) -> None:
         async with app.run_test(size=(120, 40)) as pilot:
             await pilot.press("slash", *"finished", "enter")

@@ -154,6 +154,7 @@ async def test_digests_that_follow_their_pieces_may_be_lost_late_or_wrong(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:

@@ -201,6 +201,7 @@ async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
         pytest.param("decode-0", "place", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 async def test_a_hung_operation_costs_its_handoff_and_its_agent_is_replaced(
     cluster: FakeCluster, victim: str, point: str
 ) -> None:
