@@ -78,9 +78,11 @@ class Canary:
         if run.is_performing:
             return
         run.is_performing = True
-        while actions:
-            self._perform(run, actions.popleft())
-        run.is_performing = False
+        try:
+            while actions:
+                self._perform(run, actions.popleft())
+        finally:
+            run.is_performing = False
 
     def _perform(self, run: RequestRun, action: Action) -> None:
         match action:

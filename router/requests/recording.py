@@ -8,8 +8,10 @@ joined into one line. Without `text`, token ids other than stop tokens are repla
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +27,8 @@ from router.requests.placer import PlacementSeen
 from router.requests.run import RequestRun
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 KIND = "tandem-recording"
@@ -98,21 +102,28 @@ class Recorder:
     """Runs on the event loop's thread. `write` takes one line, without its end, and must not block."""
 
     def __init__(self, write: _Write, *, text: bool) -> None:
+        self.failures = 0
         self.placements: list[PlacementSeen] = []
         self._write, self._text = write, text
         self._passed: dict[str, TokensPassed] = {}
 
     def on(self, run: RequestRun, event: ev.Event, now_s: float) -> deque[act.Action]:
         """`run.on(event, now_s)`, written down."""
-        if isinstance(event, ev.Submitted):
-            self._started(run)
         before = len(run.actions)
         actions = run.on(event, now_s)
-        led_to = list(itertools.islice(actions, before, None))
+        try:
+            self._note(run, event, now_s, list(itertools.islice(actions, before, None)))
+        except Exception:  # a fault in writing must not keep the actions from being carried out
+            self._failed()
+        return actions
+
+    def _note(self, run: RequestRun, event: ev.Event, now_s: float, led_to: list[act.Action]) -> None:
+        if isinstance(event, ev.Submitted):
+            self._started(run)
         stops = run.request.sampling.stop_token_ids
         if isinstance(event, ev.TokenSampled) and all(isinstance(each, _PASSING) for each in led_to):
             self._pass(run, event, now_s, led_to)
-            return actions
+            return
         self._flush(run.request.request_id)
         seen = EventSeen(
             run.request.request_id,
@@ -122,11 +133,23 @@ class Recorder:
             run.stopped,
         )
         self._write(encoder.encode(seen))
-        return actions
 
     def placed(self, run: RequestRun, now_s: float) -> None:
         """Writes what the placer has decided since the last call."""
-        for seen in self.placements:
+        placements = list(self.placements)
+        self.placements.clear()
+        try:
+            self._note_placements(run, placements, now_s)
+        except Exception:  # as in `on`
+            self._failed()
+
+    def _failed(self) -> None:
+        if not self.failures:
+            log.exception("a decision could not be recorded; further failures are only counted")
+        self.failures += 1
+
+    def _note_placements(self, run: RequestRun, placements: Sequence[PlacementSeen], now_s: float) -> None:
+        for seen in placements:
             query, decode, prefill = (
                 msgspec.to_builtins(each, enc_hook=plain) for each in (seen.query, seen.decode, seen.prefill)
             )
@@ -134,7 +157,6 @@ class Recorder:
                 run.request.request_id, now_s, query, decode, prefill, placement_outcome(seen.outcome)
             )
             self._write(encoder.encode(record))
-        self.placements.clear()
 
     def _started(self, run: RequestRun) -> None:
         request = run.request
@@ -144,7 +166,7 @@ class Recorder:
             request.model,
             request.prompt_tokens,
             request.block_tokens,
-            msgspec.to_builtins(request.sampling, enc_hook=plain),
+            msgspec.to_builtins(replace(request.sampling, logit_bias=()), enc_hook=plain),  # the core does not read it
             run.terms.deadline_s,
             run.max_migrations,
             tuple(request.prompt) if self._text else (),

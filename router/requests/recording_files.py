@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 << 20
 SEGMENTS = 8
-MAX_WAITING = 1 << 16  # lines that the thread has not written; further ones are dropped and counted
+MAX_WAITING_BYTES = 16 << 20  # that the thread has not written; further lines are dropped and counted
 
 
 class RecordingFiles:
@@ -28,13 +28,16 @@ class RecordingFiles:
         self.dropped = 0
         self._folder, self._router_id, self._segment_bytes = folder, router_id, segment_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._kept = deque(sorted(folder.glob(f"{router_id}-*.jsonl"), key=_number))
             self._next = _number(self._kept[-1]) + 1 if self._kept else 1
-            self._path(self._next).touch()
+            self._path(self._next).touch(mode=0o600)
         except OSError as error:
             raise ConfigError(f"router.record: {folder}: {error.strerror}", field="router.record") from None
-        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()  # of `_waiting_bytes`
+        self._is_stopped = False
         self._header = b""
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
 
@@ -48,20 +51,25 @@ class RecordingFiles:
     def close(self, timeout_s: float = 2.0) -> None:
         """Writes what there is, for at most `timeout_s`."""
         if self._thread.is_alive():
-            self._lines.put(None, timeout=timeout_s)
+            self._lines.put(None)
             self._thread.join(timeout_s)
 
     def write(self, line: bytes) -> None:
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
+        if self._is_stopped or (self._lines.qsize() and self._waiting_bytes + len(line) > MAX_WAITING_BYTES):
+            if not self.dropped:
+                log.warning("recording is behind or stopped: decisions are missing from it")
             self.dropped += 1
+            return
+        with self._lock:
+            self._waiting_bytes += len(line)
+        self._lines.put_nowait(line)
 
     def _run(self) -> None:
         try:
             while self._write_segment():
                 pass
         except OSError as error:
+            self._is_stopped = True
             log.error("recording stopped", extra={"folder": str(self._folder), "error": error.strerror or str(error)})
 
     def _write_segment(self) -> bool:
@@ -72,12 +80,15 @@ class RecordingFiles:
         while len(self._kept) > SEGMENTS:
             self._kept.popleft().unlink(missing_ok=True)
         written = 0
+        path.touch(mode=0o600)  # may hold prompts
         with path.open("wb") as file:
             file.write(self._header + b"\n")
             while written < self._segment_bytes:
                 line = self._lines.get()
                 if line is None:
                     return False
+                with self._lock:
+                    self._waiting_bytes -= len(line)
                 file.write(line + b"\n")
                 written += len(line) + 1
                 if self._lines.empty():

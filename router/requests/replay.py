@@ -39,7 +39,7 @@ from router.requests.recording import (
 from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from tandem.config.spec import RouterSpec
-from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
+from tandem.errors import ErrorCode, InputError, InternalError, TandemError, error_from_code
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import FinishReason, SamplingParams
 
@@ -153,7 +153,15 @@ class Replay:
             except msgspec.MsgspecError:
                 self.report.skip("cut off, or written by another version")
                 continue
-            self._replay(number, line)
+            try:
+                self._replay(number, line)
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+                InternalError,
+            ) as error:
+                self.report.skip(f"damaged, or lines before it are missing ({type(error).__name__})")
         return self.report
 
     def _header(self, first: tuple[int, bytes]) -> None:
@@ -169,7 +177,11 @@ class Replay:
                 "the release that wrote it"
             )
         self._text = header.text
-        self._policy = policy_profile(RouterSpec.model_validate(header.spec), seed=header.seed)
+        try:
+            spec = RouterSpec.model_validate(header.spec)
+        except ValueError as error:
+            raise InputError(f"recording: its router configuration is not of this release: {error}") from None
+        self._policy = policy_profile(spec, seed=header.seed)
 
     def _replay(self, number: int, line: Line) -> None:
         match line:

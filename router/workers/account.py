@@ -28,10 +28,12 @@ class Account:
     unreported_requests: int = 0
     unreported_tokens: int = 0
     unreported_blocks: int = 0
+    _charges: set[Charge] = field(default_factory=set)
     _unreported: set[Charge] = field(default_factory=set)
     _seen_frames: int = field(default=0, compare=False)
 
     def add(self, charge: Charge) -> None:
+        self._charges.add(charge)
         self.requests += 1
         self.prefill_tokens += charge.prefill_tokens
         self.unreported_requests += 1
@@ -41,12 +43,18 @@ class Account:
 
     def prefilled(self, charge: Charge) -> None:
         """The prompt of a charge is computed, even if the worker's report still counts it."""
+        if charge not in self._charges:
+            return
         self.prefill_tokens -= charge.prefill_tokens
         if charge in self._unreported:
             self.unreported_tokens -= charge.prefill_tokens
         charge.prefill_tokens = 0
 
     def remove(self, charge: Charge) -> None:
+        """Ignores a charge of an earlier listing of the worker: its account was another."""
+        if charge not in self._charges:
+            return
+        self._charges.discard(charge)
         self.requests -= 1
         self.prefill_tokens -= charge.prefill_tokens
         self._reported(charge)

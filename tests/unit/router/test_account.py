@@ -88,3 +88,11 @@ def test_a_worker_that_does_not_count_frames_is_charged_until_the_request_is_ove
     assert seen(silent) == (0, 1, 33)
     silent.account.remove(charge)
     assert seen(silent) == (0, 0, 40)
+
+
+def test_a_charge_of_an_earlier_listing_is_not_taken_off_another_account() -> None:
+    """A worker may leave the directory and come back with its epoch, while a request still holds its old charge."""
+    account, old = Account(), Charge(100, 7)
+    account.prefilled(old)
+    account.remove(old)
+    assert account == Account()

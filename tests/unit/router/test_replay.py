@@ -179,3 +179,46 @@ def test_a_report_of_a_request_whose_trace_is_gone_is_no_failure_of_the_observer
     facts.publish(run, act.HandoffSeen("r.1", 0.0, 0, None, report), 1.0)
     assert not facts.failures
     assert traces.reported(run, "r.1") is None
+
+
+def test_a_recording_that_fails_keeps_no_action_from_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    def full(line: bytes) -> None:
+        raise OSError("no space")
+
+    recorder, run = Recorder(full, text=False), new_run()
+    for event in (ev.Submitted(), ev.Queued()):
+        recorder.on(run, event, 0.0)
+    actions = recorder.on(run, ev.Started(D0, None), 1.0)
+    assert [type(each) for each in actions] == [act.AttemptStarted, act.Generate]
+    assert recorder.failures == 3
+    assert len(caplog.records) == 1
+
+
+def test_lines_that_do_not_follow_from_those_before_are_named() -> None:
+    lines = recorded()
+    without_queued = [line for line in lines if b'"Queued"' not in line]
+    report = replay(without_queued)
+    assert "damaged, or lines before it are missing (InternalError)" in report.skipped
+    damaged = json.loads(lines[2])
+    damaged["event"] = {"type": "WorkerGone", "worker": 7, "error": {}}
+    report = replay([*lines[:2], json.dumps(damaged).encode()])
+    assert len(report.skipped) == 1
+
+
+def test_a_configuration_of_another_release_is_refused() -> None:
+    other: dict[str, Any] = json.loads(header())
+    other["spec"]["no_such_key"] = 1
+    with pytest.raises(InputError, match="is not of this release"):
+        replay([json.dumps(other).encode()])
+
+
+def test_recordings_are_private_and_what_a_stopped_thread_would_write_does_not_pile_up(tmp_path: Path) -> None:
+    files = RecordingFiles(tmp_path / "r", "router-0")
+    files.recorder(RouterSpec(), seed=1, text=True)
+    files.write(b"{}")
+    files.close()
+    (path,) = (tmp_path / "r").iterdir()
+    assert (path.stat().st_mode & 0o077, path.parent.stat().st_mode & 0o077) == (0, 0)
+    for _ in range(40):
+        files.write(b"x" * (1 << 20))
+    assert files.dropped >= 20
