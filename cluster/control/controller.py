@@ -103,7 +103,7 @@ class Controller:
         self._drainer = asyncio.create_task(self._node_drainer.run())
         await self.autoscaling.configure(self.spec)
 
-    async def wait_ready(self, progress: Callable[[str], None]) -> None:
+    async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:
         """Waits until every worker is registered, every link is up and every router serves.
 
         Raises:
@@ -121,7 +121,7 @@ class Controller:
                     f"control.start_timeout_s: not ready within {timeout_s:g} s, still waiting for {pending}; the logs "
                     f"are in {self.log_dir}"
                 )
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
 
     async def close(self) -> None:
         """Stops everything that was started, from any state."""

@@ -17,10 +17,11 @@ POLL_S = 0.5
 class NodeDrainer:
     """`run` ends only when cancelled. It does not wait for other changes: the host does not wait for them either."""
 
-    def __init__(self, workers: Workers, scaler: PoolScaler, backend: Backend) -> None:
+    def __init__(self, workers: Workers, scaler: PoolScaler, backend: Backend, poll_s: float = POLL_S) -> None:
         self._workers = workers
         self._scaler = scaler
         self._backend = backend
+        self._poll_s = poll_s
         self._draining: set[str] = set()
 
     async def run(self) -> None:
@@ -30,7 +31,7 @@ class NodeDrainer:
                     if worker_id not in self._draining:
                         self._draining.add(worker_id)
                         tasks.create_task(self._drain(worker_id))
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._poll_s)
 
     async def _workers_to_drain(self) -> frozenset[str]:
         try:

@@ -24,9 +24,10 @@ MAX_PARALLEL_STARTS = 4  # starting workers read weights from one disk, while ot
 
 
 class PoolScaler:
-    def __init__(self, workers: Workers, control: ControlSpec) -> None:
+    def __init__(self, workers: Workers, control: ControlSpec, poll_s: float = POLL_S) -> None:
         self._workers = workers
         self._control = control
+        self._poll_s = poll_s
         self._lock = asyncio.Lock()
 
     @property
@@ -133,7 +134,7 @@ class PoolScaler:
 
     async def _until_empty(self, slot: WorkerSlot) -> None:
         # A router may have sent a request just before it received the change.
-        await asyncio.sleep(2 * POLL_S)
+        await asyncio.sleep(2 * self._poll_s)
         deadline_s = asyncio.get_running_loop().time() + self._control.drain_timeout_s
         while await self._is_busy(slot):
             if asyncio.get_running_loop().time() > deadline_s:
@@ -141,7 +142,7 @@ class PoolScaler:
                     "%s was not empty in time: its remaining requests continue on other workers", slot.worker_id
                 )
                 return
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _is_busy(self, slot: WorkerSlot) -> bool:
         state = await self._workers.state(slot)
@@ -159,7 +160,7 @@ class PoolScaler:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(f"control.start_timeout_s: waited {timeout_s:g} s for {what}")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _member(self, slot: WorkerSlot) -> PoolMember:
         state = await self._workers.state(slot)

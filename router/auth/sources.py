@@ -94,8 +94,9 @@ class FetchedKeys:
 class KeySources:
     """The keys file and the JWKS that `auth` names. `start` needs a running event loop."""
 
-    def __init__(self, auth: AuthSpec, clock: Clock) -> None:
-        """Reads the files. Raises ConfigError."""
+    def __init__(self, auth: AuthSpec, clock: Clock, poll_s: float = POLL_S) -> None:
+        """Reads the files, and from `start` on again as they change. Raises ConfigError."""
+        self._poll_s = poll_s
         self.authenticator = Authenticator(None if auth.jwt is None else JwtVerifier(auth.jwt))
         self._files: list[WatchedFile] = []
         self._fetched: FetchedKeys | None = None
@@ -135,6 +136,6 @@ class KeySources:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
             for file in self._files:
                 file.poll()

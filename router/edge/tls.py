@@ -47,9 +47,9 @@ class EdgeTls:
             log.warning("the certificates could not be reloaded, the old ones stay in use: %s", error.message)
         self._stamp = stamp
 
-    async def refresh_forever(self) -> None:
+    async def refresh_forever(self, poll_s: float = POLL_S) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
             self.refresh()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -9,7 +9,8 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests.facts import Facts
 from router.requests.run import RequestRun
-from router.requests.timeline import PACE_TOKENS
+
+LEAST_GAPS = 8  # fewer say little about a pace
 
 
 class MeasuredFleet(Protocol):
@@ -35,7 +36,7 @@ class Paces:
         name = "paces"
         facts.subscribe(act.FirstToken, name, self._first_token)
         facts.subscribe(act.HandoffSeen, name, self._handoff_seen)
-        facts.subscribe(act.DecodePaced, name, self._paced)
+        facts.subscribe(act.TokenGaps, name, self._token_gaps)
         facts.subscribe(act.End, name, self._ended)
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
@@ -57,9 +58,11 @@ class Paces:
         if (prefill := self._fleet.estimates_of(run.prefill)) is not None:
             prefill.sent((run.decode.worker_id, run.decode.epoch), tokens, fact.exposed_s)
 
-    def _paced(self, run: RequestRun, fact: act.DecodePaced, now_s: float) -> None:
-        if run.decode is not None and (decode := self._decode(run)) is not None:
-            decode.decoded(self._fleet.running_requests_of(run.decode), PACE_TOKENS, fact.seconds)
+    def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
+        if not fact.is_paced or len(fact.gaps_s) < LEAST_GAPS or run.decode is None:
+            return
+        if (decode := self._decode(run)) is not None:
+            decode.decoded(self._fleet.running_requests_of(run.decode), len(fact.gaps_s), sum(fact.gaps_s))
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
         if fact.final is not None:

@@ -58,7 +58,7 @@ class Canary:
         terms = RequestTerms(priority="")  # it is not queued
         assembler = OutputAssembler(_EmptyDecoder(), PROMPT, (), frozenset())
         self._run = RequestRun(request, assembler, terms, clock.now_s(), max_migrations=0)
-        self._carried = Carried(self._run, request, None, self, fleet.link, clock)
+        self._carried = Carried(self._run, request, None, self, fleet.link)
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
 
     def start(self, decode: Worker, prefill: Worker | None) -> None:

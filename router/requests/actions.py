@@ -150,16 +150,12 @@ class Joined(Fact, frozen=True):
 
 
 class TokenGaps(Fact, frozen=True):
-    """Seconds between tokens of the answer, up to the one of `last_token_s`."""
+    """Seconds between tokens of the answer, up to the one of `last_token_s`. `is_paced`: one worker sampled all of them
+    in its decode batch, one after another."""
 
     gaps_s: Sequence[float]
     last_token_s: float
-
-
-class DecodePaced(Fact, frozen=True):
-    """The last `PACE_TOKENS` tokens took `seconds` in the decode batch."""
-
-    seconds: float
+    is_paced: bool
 
 
 class HandoffFailed(Fact, frozen=True):

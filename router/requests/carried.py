@@ -13,7 +13,6 @@ from router.requests.output import ResponseStream
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
 from router.workers.link import WorkerLink
-from tandem.clock import Clock
 from tandem.errors import TandemError, WorkerLost
 from tandem.request import FinishReason
 from tandem.v1 import worker_pb2
@@ -33,7 +32,7 @@ class EventSink(Protocol):
 class Carried:
     """One run on the links (a `router.workers.link.RequestSink`). `stream` None: no client reads."""
 
-    __slots__ = ("_clock", "_core", "_is_recorded", "_link_of", "_request", "_work", "run", "stream")
+    __slots__ = ("_core", "_is_recorded", "_link_of", "_request", "_work", "run", "stream")
 
     def __init__(
         self,
@@ -42,7 +41,6 @@ class Carried:
         stream: ResponseStream | None,
         core: EventSink,
         link_of: Callable[[WorkerKey], WorkerLink | None],
-        clock: Clock,
         *,
         is_recorded: bool = False,
     ) -> None:
@@ -51,7 +49,6 @@ class Carried:
         self._request = request
         self._core = core
         self._link_of = link_of
-        self._clock = clock
         self._is_recorded = is_recorded
         self._work: worker_pb2.Work | None = None  # of the decode worker; the prefill worker gets the same
 
@@ -122,12 +119,12 @@ class Carried:
     def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None:
         self._core.on(self.run, ev.PromptScored(link.key, tuple(scores.tokens)))
 
-    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:
         run = self.run
         if self._is_recorded or run.is_performing:
             self._core.on(run, ev.TokenSampled(link.key, token))
             return
-        piece = run.on_token(link.key, token, self._clock.now_s())
+        piece = run.on_token(link.key, token, now_s)
         if piece is None:
             self._core.perform(run, run.actions)
         elif self.stream is not None and not self.stream.put(piece):

@@ -73,9 +73,7 @@ class Dispatcher:
         assembler = OutputAssembler(model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids)
         run = RequestRun(request, assembler, terms, self._clock.now_s(), self._max_migrations)
         stream = ResponseStream(request.request_id, lambda: self.core.on(run, ev.Cancelled()))
-        self._carried[run] = Carried(
-            run, request, stream, self.core, self.fleet.link, self._clock, is_recorded=self._is_recorded
-        )
+        self._carried[run] = Carried(run, request, stream, self.core, self.fleet.link, is_recorded=self._is_recorded)
         if self.draining:
             error = UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
             self.core.refuse(run, error)

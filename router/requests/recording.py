@@ -34,7 +34,7 @@ VERSION = 1
 KIND = "tandem-recording"
 MAX_JOINED_TOKENS = 256
 
-_PASSING = (TextPiece, act.TokenGaps, act.DecodePaced)
+_PASSING = (TextPiece, act.TokenGaps)
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):

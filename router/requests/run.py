@@ -24,12 +24,12 @@ from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
 from router.requests.ports import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, Retry, retry_of
-from router.requests.timeline import PaceMeter, RunTimeline
+from router.requests.timeline import RunTimeline
 from router.terms import RequestTerms
 from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
 
-GAPS_AT_ONCE = 8  # tokens between two TokenGaps facts
+GAPS_AT_ONCE = 16  # tokens between two TokenGaps facts
 DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline left because of it
 
 _UNSTARTED = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
@@ -60,8 +60,8 @@ class RequestRun:
         self._answer: list[int] = []  # the tokens given out
         self._resumed_at = 0  # so many of them before the current attempt
         self._prompt_scores: list[ev.ScoredToken] = []  # of the current attempt
-        self._meter = PaceMeter()
         self._gaps: list[float] = []  # seconds between tokens, not yet in a fact
+        self._is_paced = False  # the last token came from the decode batch, and so will the next
         self._wire_id = ""
         self._on: list[tuple[WorkerKey, str]] = []  # workers that may have it, with its wire id there
         self._move: Move | None = None
@@ -142,18 +142,19 @@ class RequestRun:
         self._now_s = now_s
         answer, timeline = self._answer, self._timeline
         if answer:
-            self._gaps.append(now_s - timeline.last_token_s)
-            if len(self._gaps) == GAPS_AT_ONCE:
+            gaps = self._gaps
+            gaps.append(now_s - timeline.last_token_s)
+            timeline.last_token_s = now_s
+            if len(gaps) == GAPS_AT_ONCE or not self._is_paced:
                 self._flush_gaps()
         elif not self._emit_prompt_scores():
             self._fail_or_retry(InternalError(f"worker {worker.worker_id} left out logprobs of the prompt"))
             return None
-        timeline.last_token_s = now_s
-        decodes = self.lifecycle.state is RequestState.DECODING
+        else:
+            timeline.last_token_s = now_s
+        decodes = self._is_paced or self.lifecycle.state is RequestState.DECODING
         if not decodes:
             self._before_decoding(worker, token)
-        elif (seconds := self._meter.token(now_s)) is not None:
-            self._actions.append(act.DecodePaced(seconds))
         answer.append(token.token_id)
         piece = self._assembler.push(token)
         if decodes and not self._actions and not self._assembler.stopped:
@@ -180,7 +181,7 @@ class RequestRun:
         self.decode, self.prefill = event.decode, event.prefill
         self._resumed_at = len(self._answer)
         self._attempt_first_token_s = self._attempt_joined_s = self._prefill_sent_s = None
-        self._meter.reset()
+        self._is_paced = False
         if not self._answer:
             self._timeline.dispatched_s = self._now_s
             self._prompt_scores.clear()
@@ -249,7 +250,7 @@ class RequestRun:
             self._on_first_token(token)
         elif self.lifecycle.state is RequestState.HANDOFF and worker == self.decode:
             self._joined(self._now_s)
-            self._meter.token(self._now_s)
+            self._is_paced = True
 
     def _on_first_token(self, token: ev.Token) -> None:
         self._attempt_first_token_s = self._now_s
@@ -336,7 +337,7 @@ class RequestRun:
         self._leave(move.source, cancel=False)
         self.decode, self._wire_id = move.target, move.target_id
         self._timeline.moved(event)
-        self._meter.reset()
+        self._is_paced = False
         self._actions.append(act.Moved(move.source))
 
     def _ends_move(self, worker: WorkerKey) -> bool:
@@ -487,8 +488,9 @@ class RequestRun:
 
     def _flush_gaps(self) -> None:
         if self._gaps:
-            self._actions.append(act.TokenGaps(self._gaps, self._timeline.last_token_s))
+            self._actions.append(act.TokenGaps(self._gaps, self._timeline.last_token_s, self._is_paced))
             self._gaps = []
+        self._is_paced = self.lifecycle.state is RequestState.DECODING
 
     @property
     def _has_first_token(self) -> bool:

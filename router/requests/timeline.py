@@ -9,34 +9,6 @@ from router.requests.events import HandoffReported
 from router.requests.output import Final, Timeline, Usage
 from tandem.request import FinishReason
 
-PACE_TOKENS = 8
-
-
-class PaceMeter:
-    """One request's tokens in the decode batch, timed PACE_TOKENS at a time."""
-
-    __slots__ = ("_since_s", "_tokens")
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts anew at the next token: it comes from another worker."""
-        self._tokens = 0
-        self._since_s: float | None = None
-
-    def token(self, now_s: float) -> float | None:
-        """Seconds of the last PACE_TOKENS tokens, each time that many have come."""
-        since_s = self._since_s
-        if since_s is None:
-            self._since_s = now_s
-            return None
-        self._tokens += 1
-        if self._tokens < PACE_TOKENS:
-            return None
-        self._tokens, self._since_s = 0, now_s
-        return now_s - since_s
-
 
 @dataclass(slots=True)
 class RunTimeline:

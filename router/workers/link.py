@@ -45,7 +45,8 @@ class RequestSink(Protocol):
 
     def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None: ...
 
-    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:
+        """`now_s`: when its frame came."""
 
     def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None: ...
 
@@ -237,7 +238,7 @@ class WorkerLink:
                 sink.on_prompt_scores(self, scores)
         for token in frame.tokens:
             if (sink := sinks.get(token.request_id)) is not None:
-                sink.on_token(self, token)
+                sink.on_token(self, token, now_s)
         for handoff in frame.handoffs:
             sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
             if sink is not None:

@@ -5,29 +5,11 @@ from typing import Any
 import pytest
 
 from router.policies.pace import START_PACE
-from router.requests.timeline import PACE_TOKENS, PaceMeter
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
 
 MODEL = "tiny"
 TOKEN_DELAY_S = 0.02
-
-
-def test_meter_tells_each_time_it_has_seen_enough_tokens() -> None:
-    meter = PaceMeter()
-    told = [meter.token(0.1 * number) for number in range(2 * PACE_TOKENS + 2)]
-    assert [number for number, seconds in enumerate(told) if seconds is not None] == [PACE_TOKENS, 2 * PACE_TOKENS]
-    assert told[PACE_TOKENS] == pytest.approx(0.1 * PACE_TOKENS)
-
-
-def test_meter_counts_no_time_before_it_was_reset() -> None:
-    meter = PaceMeter()
-    for number in range(PACE_TOKENS):
-        meter.token(float(number))
-    meter.reset()
-    told = [meter.token(1000 + number) for number in range(PACE_TOKENS + 1)]
-    assert told[-1] == PACE_TOKENS
-    assert told[:-1] == [None] * PACE_TOKENS
 
 
 async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
