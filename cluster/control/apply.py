@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_SPEC_BYTES = 256 << 10
 
 
-class PoolSizes(Protocol):
+class ScalablePools(Protocol):
     """Implemented by `PoolScaler`."""
 
     def sizes(self, model_name: str) -> tuple[int, int]: ...
@@ -33,7 +33,7 @@ class AutoscalerSettings(Protocol):
 class SpecApplier:
     """`source` is the spec that the cluster was last asked to have."""
 
-    def __init__(self, pools: PoolSizes, autoscaling: AutoscalerSettings, source: SpecSource) -> None:
+    def __init__(self, pools: ScalablePools, autoscaling: AutoscalerSettings, source: SpecSource) -> None:
         self._pools = pools
         self._autoscaling = autoscaling
         self._source = source

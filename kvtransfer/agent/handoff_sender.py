@@ -25,7 +25,7 @@ from kvtransfer.link.out_link import OutLink
 from kvtransfer.session.exports import Exports, Ready
 from kvtransfer.session.piece import FrameType, Header, parse_failure
 from kvtransfer.session.reshard import PlannedLink, reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, Push, ReportSend, SendAction, SendSession
+from kvtransfer.session.send import Abort, Finish, Open, PushPiece, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock
@@ -298,7 +298,7 @@ class HandoffSender:
                     self._send(entry, rank, Header(FrameType.FINISH, ticket_id, seq=pieces))
                 case Abort(rank):
                     self._send(entry, rank, Header(FrameType.ABORT, ticket_id))
-                case Push(rank, piece, span):
+                case PushPiece(rank, piece, span):
                     link = self._links.get(entry.peer(rank))
                     if link is not None:
                         link.push(partial(_is_sending, entry.session), ticket_id, piece, span)

@@ -53,7 +53,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class PushPiece:
     decode_rank: int
     piece: Piece
     span: PoolSpan
@@ -77,14 +77,14 @@ class ReportSend:
     message: FromAgent
 
 
-SendAction = Open | Push | Finish | Abort | ReportSend
+SendAction = Open | PushPiece | Finish | Abort | ReportSend
 
 
 @dataclass(slots=True)
 class _LinkState:
     link: PlannedLink
     phase: LinkPhase = LinkPhase.WAITING
-    queued: list[Push] = field(default_factory=list)
+    queued: list[PushPiece] = field(default_factory=list)
     unacknowledged: dict[int, int] = field(default_factory=dict)  # seq → bytes
     next_seq: int = 0
     max_piece_bytes: int = MAX_PIECE_BYTES
@@ -324,7 +324,7 @@ class SendSession:
             tokens = last_tokens if start + count == end else block_tokens
             yield Ready(start, ids, tokens, layer_start, layer_count)
 
-    def _cut(self, state: _LinkState, rectangle: Ready) -> Iterator[Push]:
+    def _cut(self, state: _LinkState, rectangle: Ready) -> Iterator[PushPiece]:
         """Pieces for one link. Each may be twice as large as the previous one, up to the link's limit, so the first
         piece starts early and there are few pieces."""
         link, layout = state.link, self._layout
@@ -353,7 +353,7 @@ class SendSession:
             state.unacknowledged[piece.seq] = size
             span = PoolSpan(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
             start += len(ids)
-            yield Push(link.decode_rank, piece, span)
+            yield PushPiece(link.decode_rank, piece, span)
 
 
 _NOT_READING = frozenset({LinkPhase.WAITING, LinkPhase.FINISHED, LinkPhase.ENDED})

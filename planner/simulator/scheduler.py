@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from planner.simulator.sequence import SimSequence
-from tandem.kvcache.block_pool import BlockPool, Hold
+from tandem.kvcache.block_pool import BlockHold, BlockPool
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.scheduler import Scheduler
@@ -61,7 +61,7 @@ class RepeatingScheduler(Scheduler):
             each.computed += steps
             fresh = blocks_for(each.computed, self.block_tokens) - len(each.blocks)
             if fresh > 0:
-                each.blocks += self.pool.acquire([], fresh, Hold.USE)
+                each.blocks += self.pool.acquire([], fresh, BlockHold.USE)
             if each.computed // self.block_tokens > each.committed:
                 self._commit(each)
             each.last_step = self._steps

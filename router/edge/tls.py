@@ -42,9 +42,9 @@ class EdgeTls:
                 return  # the files are being written
             _fill(self.http_context, self._spec)
             self._grpc = renewed
-            log.info("reloaded certificates: %s", self._spec.cert)
+            log.info("loaded renewed certificates: %s", self._spec.cert)
         except ConfigError as error:
-            log.warning("the certificates could not be reloaded, the old ones stay in use: %s", error.message)
+            log.warning("kept the previous certificates: %s", error.message)
         self._stamp = stamp
 
     async def refresh_forever(self, poll_s: float = POLL_S) -> None:

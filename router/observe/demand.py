@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from router.observe.slo import SloOutcome, slo_outcome
 from router.policies.pace import Pace
 from router.requests import actions as act
-from router.requests.facts import Facts, Received
+from router.requests.facts import Arrived, Facts
 from router.requests.run import RequestRun
 from router.workers.fleet import Fleet
 from tandem.config.spec import ClassSpec, Role
@@ -29,11 +29,11 @@ class DemandMeter:
         self._epoch = secrets.randbits(62) + 1
 
     def subscribe(self, facts: Facts) -> None:
-        facts.subscribe(Received, "demand", self._received)
+        facts.subscribe(Arrived, "demand", self._received)
         facts.subscribe(act.FirstToken, "demand", self._first_token)
         facts.subscribe(act.End, "demand", self._ended)
 
-    def _received(self, run: RequestRun, fact: Received, now_s: float) -> None:
+    def _received(self, run: RequestRun, fact: Arrived, now_s: float) -> None:
         if run.terms.priority in self._classes:
             demand = self._of(run.request.model)
             demand.requests += 1

@@ -18,7 +18,7 @@ import msgspec
 
 from kvtransfer.causes import HandoffFault
 from router.requests import actions as act
-from router.requests.facts import Facts, Received
+from router.requests.facts import Arrived, Facts
 from router.requests.output import Usage
 from router.requests.ports import Request
 from router.requests.run import RequestRun
@@ -360,7 +360,7 @@ class Traces:
 
     def subscribe(self, facts: Facts) -> None:
         name = "traces"
-        facts.subscribe(Received, name, self._received)
+        facts.subscribe(Arrived, name, self._arrived)
         facts.subscribe(act.AttemptStarted, name, self._started)
         facts.subscribe(act.PrefillSent, name, self._prefill_sent)
         facts.subscribe(act.FirstToken, name, self._first_token)
@@ -382,7 +382,7 @@ class Traces:
         trace = self._live.get(run) or self.store.find(run.request.request_id)
         return None if trace is None else trace.attempt(wire_id)
 
-    def _received(self, run: RequestRun, fact: Received, now_s: float) -> None:
+    def _arrived(self, run: RequestRun, fact: Arrived, now_s: float) -> None:
         self._live[run] = Trace.of(run.request, run.terms, run.received_s)
 
     def _started(self, run: RequestRun, fact: act.AttemptStarted, now_s: float) -> None:

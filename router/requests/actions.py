@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from router.prefix_index.mirror import WorkerKey
-from router.requests.events import ScoredToken, Token
+from router.requests.events import PromptToken, Token
 from router.requests.output import Final, TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import RequestState
@@ -85,7 +85,7 @@ class Leave(Frame, frozen=True):
 class EmitPromptScores(_Action, frozen=True):
     """Logprobs of the whole prompt; they precede the first piece."""
 
-    tokens: Sequence[ScoredToken]
+    tokens: Sequence[PromptToken]
 
 
 # ---- decisions that are not the run's

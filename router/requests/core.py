@@ -18,7 +18,7 @@ from router.policies.types import Placement, WaitReason
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.facts import Facts, Placed, Received, Requeued, Waited
+from router.requests.facts import Arrived, Facts, Placed, Requeued, Waited
 from router.requests.output import TextPiece
 from router.requests.placer import FleetView, Placer, PrefixIndex
 from router.requests.recording import Recorder
@@ -95,7 +95,7 @@ class RequestCore:
         """Queues a request. Raises the TandemError that it was rejected with: OverloadedError, DeadlineExceeded."""
         now_s = self._clock.now_s()
         self.on(run, ev.Submitted())
-        self.facts.publish(run, Received(), now_s)
+        self.facts.publish(run, Arrived(), now_s)
         try:
             pushed_out = self.admission.offer(run.request.model, run, run.terms, run.prefill_tokens, now_s)
         except TandemError as error:
@@ -108,7 +108,7 @@ class RequestCore:
     def refuse(self, run: RequestRun, error: TandemError) -> None:
         """Rejects a request without offering it to admission."""
         self.on(run, ev.Submitted())
-        self.facts.publish(run, Received(), self._clock.now_s())
+        self.facts.publish(run, Arrived(), self._clock.now_s())
         self.on(run, ev.Rejected(error))
 
     def on(self, run: RequestRun, event: ev.Event) -> None:

@@ -26,7 +26,7 @@ class Token(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-class ScoredToken(Protocol):
+class PromptToken(Protocol):
     """One token of the prompt with its logprobs."""
 
     @property
@@ -112,7 +112,7 @@ class PromptScored(_Event, frozen=True):
     """Logprobs of prompt tokens, before the first token of the answer."""
 
     worker: WorkerKey
-    tokens: Sequence[ScoredToken]
+    tokens: Sequence[PromptToken]
 
 
 class TokenSampled(_Event, frozen=True):

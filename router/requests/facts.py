@@ -18,7 +18,7 @@ from tandem.errors import TandemError
 log = logging.getLogger(__name__)
 
 
-class Received(act.Fact, frozen=True):
+class Arrived(act.Fact, frozen=True):
     """The request was parsed; admission decides next."""
 
 

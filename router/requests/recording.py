@@ -1,8 +1,8 @@
 """What a router writes down of its decisions, so that a failure in production can be replayed: events in, actions out.
 
-A recording is lines of JSON. The first is a `Header`; then, per request and in order, its `RunStarted`, its events with
-the actions they led to, and every placement with the candidates it was chosen from. Tokens that only pass through are
-joined into one line. Without `text`, token ids other than stop tokens are replaced, and no text is kept.
+A recording is lines of JSON. The first is a `RecordingHeader`; then, per request and in order, its `RunStarted`, its
+events with the actions they led to, and every placement with the candidates it was chosen from. Tokens that only pass
+through are joined into one line. Without `text`, token ids other than stop tokens are replaced, and no text is kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_JOINED_TOKENS = 256
 _PASSING = (TextPiece, act.TokenGaps)
 
 
-class Header(msgspec.Struct, frozen=True, tag="header"):
+class RecordingHeader(msgspec.Struct, frozen=True, tag="header"):
     """`spec`: the router's configuration; `seed`: of its placement policy."""
 
     format: str
@@ -93,7 +93,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, tag="placement"):
     outcome: list[Any]
 
 
-Line = Header | RunStarted | EventSeen | TokensPassed | PlacementRecord
+Line = RecordingHeader | RunStarted | EventSeen | TokensPassed | PlacementRecord
 encoder = msgspec.json.Encoder(enc_hook=lambda value: plain(value))
 _Write = Callable[[bytes], None]
 

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
-from router.requests.recording import KIND, VERSION, Header, Recorder, encoder
+from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
 from tandem.config.spec import RouterSpec
 from tandem.errors import ConfigError
 from tandem.version import tandem_version
@@ -44,7 +44,9 @@ class RecordingFiles:
     def recorder(self, spec: RouterSpec, *, seed: int, text: bool) -> Recorder:
         """Starts the thread."""
         fields = spec.model_dump(mode="json")
-        self._header = encoder.encode(Header(KIND, VERSION, tandem_version(), self._router_id, text, seed, fields))
+        self._header = encoder.encode(
+            RecordingHeader(KIND, VERSION, tandem_version(), self._router_id, text, seed, fields)
+        )
         self._thread.start()
         return Recorder(self.write, text=text)
 

@@ -25,9 +25,9 @@ from router.requests.recording import (
     KIND,
     VERSION,
     EventSeen,
-    Header,
     Line,
     PlacementRecord,
+    RecordingHeader,
     RunStarted,
     TokensPassed,
     crc_of,
@@ -169,7 +169,7 @@ class Replay:
             header = _decoder.decode(first[1])
         except msgspec.MsgspecError:
             header = None
-        if not isinstance(header, Header) or header.format != KIND:
+        if not isinstance(header, RecordingHeader) or header.format != KIND:
             raise InputError("recording: expected a file that router.record wrote, got another")
         if header.version != VERSION:
             raise InputError(

@@ -59,7 +59,7 @@ class RequestRun:
         self.max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
         self._resumed_at = 0  # so many of them before the current attempt
-        self._prompt_scores: list[ev.ScoredToken] = []  # of the current attempt
+        self._prompt_scores: list[ev.PromptToken] = []  # of the current attempt
         self._gaps: list[float] = []  # seconds between tokens, not yet in a fact
         self._is_paced = False  # the last token came from the decode batch, and so will the next
         self._wire_id = ""

@@ -24,7 +24,7 @@ from tandem.kvcache.host_tier import NO_TIER, BlockCopies, HostTier, TierCounts
 Found = int | BlockHash  # a cached block, or the hash of a block that is only in the host tier
 
 
-class Hold(StrEnum):
+class BlockHold(StrEnum):
     USE = "use"
     LEASE = "lease"
 
@@ -100,7 +100,7 @@ class BlockPool:
                 break
         return found
 
-    def acquire(self, found: Sequence[Found], fresh: int, hold: Hold, *, spare: int = 0) -> list[int]:
+    def acquire(self, found: Sequence[Found], fresh: int, hold: BlockHold, *, spare: int = 0) -> list[int]:
         """Holds the blocks that `match` found and `fresh` new ones, and returns all of them in this order.
 
         Before any of them is read or written, the copies from `take_copies` must be done.
@@ -125,12 +125,12 @@ class BlockPool:
         """Copies between pool and host tier; see `HostTier.take_copies`."""
         return None if self._tier is None else self._tier.take_copies()
 
-    def release(self, blocks: Iterable[int], hold: Hold) -> None:
+    def release(self, blocks: Iterable[int], hold: BlockHold) -> None:
         """Releases one hold of each block. `blocks` are in table order, so that the tail of a chain is evicted
         first."""
         self._drop_holds(reversed(list(blocks)), hold)
 
-    def convert(self, blocks: Iterable[int], before: Hold, after: Hold) -> None:
+    def convert(self, blocks: Iterable[int], before: BlockHold, after: BlockHold) -> None:
         """Changes the kind of a request's hold. The blocks stay held throughout."""
         if before is after:
             return
@@ -164,7 +164,7 @@ class BlockPool:
 
     # --- state changes; optimised, because the simulator runs them most often ------------------------------------
 
-    def _take(self, count: int, hold: Hold) -> list[int]:
+    def _take(self, count: int, hold: BlockHold) -> list[int]:
         """Allocates `count` blocks, held and not findable."""
         new = [self._vacate() for _ in range(count)]
         held, _ = self._held(hold)
@@ -173,7 +173,7 @@ class BlockPool:
         self._count(hold, count)
         return new
 
-    def _restore(self, found: Sequence[Found], count: int, hold: Hold) -> list[int]:
+    def _restore(self, found: Sequence[Found], count: int, hold: BlockHold) -> list[int]:
         """Allocates `count` blocks and restores into them the found blocks that are only in the host tier."""
         tier = self._tier
         assert tier is not None  # only a tier can have found hashes
@@ -205,7 +205,7 @@ class BlockPool:
             self._record_event(False, lost)
         return block
 
-    def _hold(self, blocks: Iterable[int], hold: Hold) -> None:
+    def _hold(self, blocks: Iterable[int], hold: BlockHold) -> None:
         """Holds blocks that are held or cached. Cached ones stop being evictable."""
         held, others = self._held(hold)
         new = shared = 0
@@ -221,7 +221,7 @@ class BlockPool:
         self._count(hold, new)
         self._share(hold, shared)
 
-    def _drop_holds(self, blocks: Iterable[int], hold: Hold) -> None:
+    def _drop_holds(self, blocks: Iterable[int], hold: BlockHold) -> None:
         held, others = self._held(hold)
         gone = shared = 0
         for block in blocks:
@@ -242,19 +242,19 @@ class BlockPool:
         self._count(hold, -gone)
         self._share(hold, -shared)
 
-    def _held(self, hold: Hold) -> tuple[list[int], list[int]]:
+    def _held(self, hold: BlockHold) -> tuple[list[int], list[int]]:
         """(this kind's holds per block, the other kind's)."""
-        return (self._uses, self._leases) if hold is Hold.USE else (self._leases, self._uses)
+        return (self._uses, self._leases) if hold is BlockHold.USE else (self._leases, self._uses)
 
-    def _count(self, hold: Hold, blocks: int) -> None:
-        if hold is Hold.USE:
+    def _count(self, hold: BlockHold, blocks: int) -> None:
+        if hold is BlockHold.USE:
             self._in_use += blocks
         else:
             self._leased += blocks
 
-    def _share(self, hold: Hold, blocks: int) -> None:
+    def _share(self, hold: BlockHold, blocks: int) -> None:
         """Moves blocks between the counts after they gained holds of both kinds: a block with both is in use."""
-        if hold is Hold.USE:
+        if hold is BlockHold.USE:
             self._in_use += blocks
             self._leased -= blocks
 

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
-from tandem.kvcache.block_pool import BlockPool, Found, Hold
+from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
 from tandem.scheduler.sequence import Sequence, SequenceStage
@@ -71,10 +71,10 @@ class Scheduler:
         full = sequence.prompt_tokens // self.block_tokens
         cached = self.pool.match(sequence.hashes(full)) if sequence.use_prefix_cache else []
         needed = blocks_for(sequence.prompt_tokens, self.block_tokens)
-        sequence.blocks = self.pool.acquire(cached, needed - len(cached), Hold.LEASE)
+        sequence.blocks = self.pool.acquire(cached, needed - len(cached), BlockHold.LEASE)
         sequence.committed = len(cached)
         sequence.cached_tokens = len(cached) * self.block_tokens
-        sequence.hold, sequence.stage = Hold.LEASE, SequenceStage.RESERVED
+        sequence.hold, sequence.stage = BlockHold.LEASE, SequenceStage.RESERVED
         self._sequences[sequence.request_id] = sequence
         return len(cached)
 
@@ -83,7 +83,7 @@ class Scheduler:
         sequence = self._get(request_id, SequenceStage.RESERVED)
         if sequence.sampling.max_tokens <= 1 or sequence.prompt_tokens + 1 >= self.max_model_tokens:
             raise InputError("max_tokens: expected more than one token for a join", field="max_tokens")
-        self._convert_hold(sequence, Hold.USE)
+        self._convert_hold(sequence, BlockHold.USE)
         sequence.computed = sequence.scored_tokens = sequence.prompt_tokens
         sequence.tokens.append(first_token)
         self._commit(sequence)
@@ -142,7 +142,7 @@ class Scheduler:
         """Ends a sequence after its last token. An exporting request keeps its blocks leased."""
         if sequence.is_exporting:
             self._running.remove(sequence)
-            self._convert_hold(sequence, Hold.LEASE)
+            self._convert_hold(sequence, BlockHold.LEASE)
             sequence.stage = SequenceStage.EXPORTED
         else:
             self._remove(sequence)
@@ -181,7 +181,7 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         self._stalled = False
 
-    def _convert_hold(self, sequence: Sequence, hold: Hold) -> None:
+    def _convert_hold(self, sequence: Sequence, hold: BlockHold) -> None:
         self.pool.convert(sequence.held_blocks, sequence.hold, hold)
         sequence.hold = hold
 
@@ -272,7 +272,7 @@ class Scheduler:
             fresh = self.pool.available()
             self._short_of_blocks = True
         if fresh > 0:
-            sequence.blocks += self.pool.acquire([], fresh, Hold.USE)
+            sequence.blocks += self.pool.acquire([], fresh, BlockHold.USE)
         return min(count, len(sequence.blocks) * self.block_tokens - sequence.computed)
 
     def _youngest(self, than: Sequence | None = None) -> Sequence | None:
@@ -325,12 +325,12 @@ class Scheduler:
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:
-            sequence.blocks = self.pool.acquire(cached, fresh, Hold.USE, spare=len(self._running))
+            sequence.blocks = self.pool.acquire(cached, fresh, BlockHold.USE, spare=len(self._running))
         except KvExhausted:
             return False
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        sequence.stage, sequence.hold = SequenceStage.RUNNING, Hold.USE
+        sequence.stage, sequence.hold = SequenceStage.RUNNING, BlockHold.USE
         sequence.computed, sequence.committed = computed, len(cached)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = computed

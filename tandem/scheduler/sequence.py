@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.kvcache.block_pool import Hold
+from tandem.kvcache.block_pool import BlockHold
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
 from tandem.token_history import TokenHistory
@@ -42,7 +42,7 @@ class Sequence:
     export_from_block: int | None = None
     answered_tokens: int = 0  # last prompt tokens, generated before by another engine
     stage: SequenceStage = SequenceStage.WAITING
-    hold: Hold = Hold.USE
+    hold: BlockHold = BlockHold.USE
     blocks: list[int] = field(default_factory=list)
     passed_blocks: int = 0  # released leading blocks, behind every layer's window; their numbers are invalid
     computed: int = 0

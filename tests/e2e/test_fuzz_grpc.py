@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
+from tests.e2e.conftest import Cluster
 from worker.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.slow
@@ -219,7 +220,7 @@ def cluster(cluster_with: Callable[..., Any], tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.soak
-def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Any) -> None:
+def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Cluster) -> None:
     router, admin = f"127.0.0.1:{cluster.grpc_port}", f"127.0.0.1:{cluster.admin_port}"
     with grpc.insecure_channel(admin) as channel:
         status = cluster_pb2_grpc.ClusterStub(channel).GetStatus(cluster_pb2.GetStatusRequest())

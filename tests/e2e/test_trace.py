@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from kvtransfer.causes import HandoffCause
+from tests.e2e.conftest import Cluster
 
 pytestmark = pytest.mark.e2e
 
 LONG = "The history of Rome is long. " * 40
 
 
-def trace_of(cluster: Any, request_id: str) -> dict[str, Any]:
+def trace_of(cluster: Cluster, request_id: str) -> dict[str, Any]:
     """Once the prefill worker's word is in it."""
     deadline_s = time.monotonic() + 60
     while True:
@@ -31,7 +32,7 @@ def trace_of(cluster: Any, request_id: str) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def test_a_handoff_is_traced_from_end_to_end(cluster: Any) -> None:
+def test_a_handoff_is_traced_from_end_to_end(cluster: Cluster) -> None:
     body = {"model": "smollm2-135m", "prompt": f"{time.time()} {LONG}", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=60)
     request_id = answer.headers["x-request-id"]
@@ -67,7 +68,7 @@ def test_a_handoff_is_traced_from_end_to_end(cluster: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Any, tmp_path: Path) -> None:
+def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Cluster, tmp_path: Path) -> None:
     recorded, measured, simulated = (tmp_path / name for name in ("trace.jsonl", "measured.json", "simulated.json"))
     command = [sys.executable, "-m", "cluster", "trace", "record", str(recorded), "--requests", "6"]
     with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as recording:
@@ -98,14 +99,14 @@ def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Any, tmp
     cluster.assert_conserved()
 
 
-def test_an_unknown_request_is_one_line_that_says_what_to_do(cluster: Any) -> None:
+def test_an_unknown_request_is_one_line_that_says_what_to_do(cluster: Cluster) -> None:
     done = cluster.tandem("trace", "nobody")
     assert done.returncode == 2
     assert "tandem trace" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_status_tells_what_links_were_measured_at(cluster: Any) -> None:
+def test_status_tells_what_links_were_measured_at(cluster: Cluster) -> None:
     (link,) = cluster.worker("prefill")["links"]
     assert 0 < link["latency_s"] < 1
     assert cluster.worker("decode")["links"][0]["latency_s"] is None

@@ -48,8 +48,11 @@ class Routed:
     workers: LiveWorkers
 
 
+StartRouted = Callable[..., AbstractAsyncContextManager[Routed]]
+
+
 @pytest.fixture
-def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsyncContextManager[Routed]]:
+def routed(short_folder: Path, forks: ForkServer) -> StartRouted:
     """Starts so many workers of each role and a router that always hands off. Checks conservation on leaving."""
 
     @asynccontextmanager

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.live import LivePair
 from tandem.config.spec import EngineSpec, TransportKind
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter, RequestResult
 
 pytestmark = pytest.mark.slow
@@ -32,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
     ],
 )
 async def test_a_replaced_agent_takes_new_handoffs(
-    pair: Any, tmp_path: Path, reference_for: Callable[[Path], Any], transport: TransportKind, side: str
+    pair: StartPair, tmp_path: Path, reference_for: Callable[[Path], Any], transport: TransportKind, side: str
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
     expected = reference_for(model_dir).answer(random_prompt(50, VOCAB), GREEDY)
@@ -50,7 +52,7 @@ async def test_a_replaced_agent_takes_new_handoffs(
         assert answer.kv_bytes > 0
 
 
-async def first_error(hand: ManualRouter, live: Any) -> TandemError:
+async def first_error(hand: ManualRouter, live: LivePair) -> TandemError:
     """The loss is noticed within a step, not at once."""
     for _ in range(100):
         try:
@@ -60,7 +62,7 @@ async def first_error(hand: ManualRouter, live: Any) -> TandemError:
     raise AssertionError("the lost agent was never noticed")
 
 
-async def first_answer(hand: ManualRouter, live: Any) -> RequestResult:
+async def first_answer(hand: ManualRouter, live: LivePair) -> RequestResult:
     """What a patient client gets."""
     for _ in range(100):
         try:
@@ -71,7 +73,7 @@ async def first_answer(hand: ManualRouter, live: Any) -> RequestResult:
     raise AssertionError("the replaced agent never took a handoff")
 
 
-async def test_an_agent_that_hangs_is_ended_by_its_leader(pair: Any, tmp_path: Path) -> None:
+async def test_an_agent_that_hangs_is_ended_by_its_leader(pair: StartPair, tmp_path: Path) -> None:
     """Its peers and the routers move on before; without this the worker would never take a handoff again."""
     hand = ManualRouter()
     async with pair(write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1), engine=EngineSpec(kv_blocks=64)) as live:

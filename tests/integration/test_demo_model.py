@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.request import SamplingParams
+from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=frozens
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [pytest.param(1, 1, marks=pytest.mark.soak_only), (3, 1)])
-async def test_golden_tokens_at_every_width(pair: Any, prefill_tp: int, decode_tp: int) -> None:
+async def test_golden_tokens_at_every_width(pair: StartPair, prefill_tp: int, decode_tp: int) -> None:
     hand = ManualRouter()
     engine = EngineSpec(kv_blocks=64)
     async with pair(resolve(DEMO_MODEL), prefill_tp=prefill_tp, decode_tp=decode_tp, engine=engine) as live:

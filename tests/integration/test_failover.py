@@ -24,6 +24,7 @@ from router.workers.health import HealthState
 from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import Routed, StartRouted
 
 VOCAB = 300
 MAX_TOKENS = 60
@@ -115,17 +116,17 @@ def asks_for(reference: Any, decoder: TokenDecoder) -> list[Ask]:
     return asks
 
 
-def workers_of(live: Any, role: Role) -> list[Worker]:
+def workers_of(live: Routed, role: Role) -> list[Worker]:
     found: list[Worker] = live.app.dispatcher.fleet.ready("tiny", role)
     return found
 
 
-def retries(live: Any) -> float:
+def retries(live: Routed) -> float:
     lines = live.app.metrics.render().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
 
 
-async def kill_one_under_all(live: Any, asks: list[Ask], role: Role) -> list[float]:
+async def kill_one_under_all(live: Routed, asks: list[Ask], role: Role) -> list[float]:
     """The worker with most to do dies. Returns every stream's longest gap."""
     streams, before = [Stream() for _ in asks], retries(live)
     pairs = list(zip(streams, asks, strict=True))
@@ -150,7 +151,7 @@ async def kill_one_under_all(live: Any, asks: list[Ask], role: Role) -> list[flo
 @pytest.mark.soak
 @pytest.mark.slow
 async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
-    routed: Any, reference_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    routed: StartRouted, reference_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     async with routed(model_dir, prefill=2, decode=2, engine=ENGINE) as live:
@@ -169,7 +170,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
 @pytest.mark.slow
 async def test_a_frozen_engine_is_out_and_back_after_a_canary(
-    routed: Any, reference_for: Any, tmp_path: Path, role: Role
+    routed: StartRouted, reference_for: Any, tmp_path: Path, role: Role
 ) -> None:
     """Its rank hangs; its service and agents still answer, and every connection stands."""
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)

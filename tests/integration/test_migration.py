@@ -13,6 +13,7 @@ from router.service import RouterService
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import StartRouted
 
 VOCAB = 300
 MAX_TOKENS = 60
@@ -59,7 +60,7 @@ class Asked:
     ],
 )
 async def test_every_answer_is_whole_whatever_is_killed(
-    routed: Any, reference_for: Any, tmp_path: Path, worker_id: str, process: str
+    routed: StartRouted, reference_for: Any, tmp_path: Path, worker_id: str, process: str
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     kinds = (GREEDY, SEEDED, GREEDY, PENALISED)

@@ -7,7 +7,6 @@ import sys
 from asyncio.subprocess import PIPE
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +18,7 @@ from router.testing.stub_worker import until
 from tandem.config.observability import ObservabilitySpec, TracingSpec
 from tandem.config.spec import EngineSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import StartRouted
 
 VOCAB = 300
 PROMPT_TOKENS = 4000
@@ -94,7 +94,9 @@ async def told(app: RouterApp) -> dict[tuple[str, str, str], float]:
     return samples()
 
 
-async def test_one_trace_holds_every_stage_and_the_stages_sum_to_the_clients_ttft(routed: Any, model_dir: Path) -> None:
+async def test_one_trace_holds_every_stage_and_the_stages_sum_to_the_clients_ttft(
+    routed: StartRouted, model_dir: Path
+) -> None:
     with otlp_receiver() as receiver:
         seen = ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint, sample_ratio=0))
         engine = EngineSpec(kv_blocks=512, max_step_tokens=256)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,13 +11,14 @@ from tandem.config.spec import EngineSpec
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter
 
 LONG = SamplingParams(temperature=0.0, max_tokens=900)
 
 
 @pytest.mark.parametrize(("busy", "lost"), [(True, 1), pytest.param(False, 0, marks=pytest.mark.soak_only)])
-async def test_the_other_rank_ends_with_a_typed_error(pair: Any, tmp_path: Path, lost: int, busy: bool) -> None:
+async def test_the_other_rank_ends_with_a_typed_error(pair: StartPair, tmp_path: Path, lost: int, busy: bool) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", seed=1)
     async with pair(model_dir, decode_tp=2, engine=EngineSpec(kv_blocks=80)) as live:
         worker = live.workers.live["decode-0"]

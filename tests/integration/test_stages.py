@@ -13,6 +13,7 @@ from tandem.config.spec import EngineSpec, TransportKind
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import worker_pb2
+from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter, WorkerSession, assert_conserved
 
 VOCAB = 300
@@ -53,7 +54,7 @@ def in_order(message: Any, *fields: str) -> None:
     ],
 )
 async def test_stages_are_in_order_and_add_up(
-    pair: Any, tiny: Path, prefill_tp: int, decode_tp: int, transport: TransportKind
+    pair: StartPair, tiny: Path, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     hand = ManualRouter()
     async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE) as live:
@@ -99,7 +100,7 @@ async def test_stages_are_in_order_and_add_up(
 
 
 async def test_a_prompt_that_is_there_has_no_pieces_and_the_loss_of_an_agent_is_counted_by_its_cause(
-    pair: Any, tiny: Path
+    pair: StartPair, tiny: Path
 ) -> None:
     hand = ManualRouter()
     prompt = random_prompt(96, VOCAB, 2)

@@ -19,6 +19,7 @@ from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter, WorkerSession
 
 VOCAB = 300
@@ -57,7 +58,7 @@ def reference(reference_for: Callable[[Path], Any], tiny: Path) -> Any:
     return reference_for(tiny)
 
 
-async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
+async def test_aggregated(pair: StartPair, tiny: Path, reference: Any) -> None:
     """Tokens, and logprobs the same as through a handoff."""
     hand = ManualRouter()
     async with pair(tiny, engine=ENGINE) as live:
@@ -77,7 +78,7 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
 
 
 async def test_through_an_encrypted_handoff(
-    pair: Any, tiny: Path, reference: Any, authority: Callable[[str], Any]
+    pair: StartPair, tiny: Path, reference: Any, authority: Callable[[str], Any]
 ) -> None:
     hand = ManualRouter()
     tls = TlsSpec(**authority("ours").issue("worker"))
@@ -97,7 +98,7 @@ async def test_through_an_encrypted_handoff(
     ],
 )
 async def test_quantised_weights_and_kv_through_a_handoff(
-    pair: Any, tiny: Path, tmp_path: Path, kv_dtype: str, cell_bytes: int, prefill_tp: int, decode_tp: int,
+    pair: StartPair, tiny: Path, tmp_path: Path, kv_dtype: str, cell_bytes: int, prefill_tp: int, decode_tp: int,
     transport: TransportKind,
 ) -> None:  # fmt: skip
     """As one process alone answers; blocks cross as they lie, a token of a head in `cell_bytes` instead of 64, also
@@ -124,7 +125,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 )
 @pytest.mark.slow
 async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
-    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+    pair: StartPair, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     hand = ManualRouter()
     engine = ENGINE.model_copy(update={"kv_blocks": 32, "host_kv_memory_bytes": 4 << 20})
@@ -145,7 +146,7 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
 
 @pytest.mark.parametrize("ends_by", ["length", pytest.param("stop token", marks=pytest.mark.slow)])
 async def test_answers_that_end_at_their_first_token_fail_no_handoff(
-    pair: Any, tiny: Path, reference: Any, ends_by: str
+    pair: StartPair, tiny: Path, reference: Any, ends_by: str
 ) -> None:
     """The decode worker hears of the end from the router alone: a word of the prefill worker's could come to the router
     before the token itself, and have the prompt computed again. Of answers of one token no KV is moved."""
@@ -175,7 +176,7 @@ async def cache_on_prefill_only(hand: ManualRouter, prefill: WorkerSession, deco
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), PATHS)
 async def test_through_a_handoff(
-    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+    pair: StartPair, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE) as live:
         await with_every_length(live, reference)

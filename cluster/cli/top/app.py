@@ -13,7 +13,7 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
-from cluster.cli.top.frame import Frame
+from cluster.cli.top.frame import TopFrame
 from cluster.cli.top.overview import overview, style_of
 from cluster.cli.top.request_screen import RequestScreen, TraceSource
 from cluster.cli.top.tables import EVENTS, FLOWS, REQUESTS, WORKERS, Column, Item, Order, arranged
@@ -26,7 +26,7 @@ class Source(TraceSource, Protocol):
     @property
     def address(self) -> str: ...
 
-    async def frame(self) -> Frame:
+    async def frame(self) -> TopFrame:
         """Raises TandemError."""
         ...
 
@@ -86,7 +86,7 @@ class TopApp(App[None]):
         Binding("escape", "leave", show=False),
     ]
 
-    def __init__(self, source: Source, first: Frame, interval_s: float = 1.0) -> None:
+    def __init__(self, source: Source, first: TopFrame, interval_s: float = 1.0) -> None:
         super().__init__()
         self.paused = False
         self.frame = first

@@ -22,7 +22,7 @@ class _Head(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class RouterRow:
+class RouterAnswer:
     """`view`: the router's snapshot; None if it did not answer."""
 
     router_id: str
@@ -32,11 +32,11 @@ class RouterRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TopFrame:
     cluster: str
     version: str
     redis: str
-    routers: list[RouterRow]
+    routers: list[RouterAnswer]
     workers: list[WorkerRow]
     flows: list[FlowRow]
     queues: list[QueueRow]
@@ -57,17 +57,17 @@ def parse_snapshot(raw: bytes) -> Snapshot:
     raise UnavailableError(f"expected version {VERSION} of a router's snapshot, got {found}: update this command")
 
 
-def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame:
+def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> TopFrame:
     """Adds up the routers' figures, except latencies, which stay per router. A router without a snapshot is shown as
     the controller reports it."""
     by_id = {view.router_id: view for view in views}
     routers = [
-        RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id)) for each in status.routers
+        RouterAnswer(each.router_id, each.state, each.restarts, by_id.get(each.router_id)) for each in status.routers
     ]
     workers = with_all_workers(worst_of_each(views), status)
     requests = [request for view in views for request in view.requests]
     requests.sort(key=lambda request: (request.state in _END_STATES, -request.received_unix_s))
-    return Frame(
+    return TopFrame(
         cluster=status.cluster,
         version=status.version,
         redis=status.redis,

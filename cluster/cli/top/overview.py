@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.console import fitted
-from cluster.cli.top.frame import Frame, RouterRow
+from cluster.cli.top.frame import RouterAnswer, TopFrame
 from cluster.cli.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds
 from router.dashboard.snapshot import LatencyPercentiles, QueueRow, WorkerRow
 from tandem.text.words import size
@@ -36,7 +36,7 @@ def style_of(state: str) -> str:
     return STYLES.get(state, "cyan")
 
 
-def overview(frame: Frame, width: int, height: int) -> RenderableType:
+def overview(frame: TopFrame, width: int, height: int) -> RenderableType:
     """Cuts what does not fit from the end; routers, queues and workers come first."""
     left = height - 4 - len(frame.routers) - len(frame.queues)
     workers = frame.workers[: max(3, left - 4)]
@@ -57,7 +57,7 @@ def overview(frame: Frame, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def headline(frame: Frame) -> Text:
+def headline(frame: TopFrame) -> Text:
     ready = sum(worker.state == "ready" for worker in frame.workers)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(frame.cluster, "bold")
@@ -94,7 +94,7 @@ def block_bar(worker: WorkerRow, width: int) -> Text:
     return bar
 
 
-def _routers(routers: Sequence[RouterRow], width: int) -> Table:
+def _routers(routers: Sequence[RouterAnswer], width: int) -> Table:
     titles = ("router", "queued", "running", "req/s", "tok/s", "TTFT p50/p99", "ITL p50/p99", "TTFT, 5 min")
     rows: list[list[RenderableType]] = []
     for row in routers:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from cluster.cli.admin_client import Admin, tls_hint
 from cluster.cli.request_trace import fetch
-from cluster.cli.top.frame import Frame, build, parse_snapshot
+from cluster.cli.top.frame import TopFrame, build, parse_snapshot
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 
@@ -33,7 +33,7 @@ class FrameSource:
     ) -> None:
         await self._channel.close()
 
-    async def frame(self) -> Frame:
+    async def frame(self) -> TopFrame:
         """Raises UnavailableError if no controller answers, or a router's snapshot cannot be read."""
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(self._channel)
         try:

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Input, Static, TabbedContent
 
 from cluster.cli.admin_client import Admin
 from cluster.cli.top.app import TopApp
-from cluster.cli.top.frame import Frame, build, parse_snapshot
+from cluster.cli.top.frame import TopFrame, build, parse_snapshot
 from cluster.cli.top.overview import block_bar, overview, sparkline
 from cluster.cli.top.request_screen import RequestScreen
 from cluster.cli.top.source import FrameSource
@@ -87,7 +87,7 @@ def info(worker_id: str, epoch: int, role: Any) -> cluster_pb2.WorkerInfo:
     return cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, role=role, model="tiny")
 
 
-def drawn(frame: Frame, width: int, height: int) -> list[str]:
+def drawn(frame: TopFrame, width: int, height: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(overview(frame, width, height))
     return console.export_text().splitlines()

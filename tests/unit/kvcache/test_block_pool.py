@@ -10,40 +10,40 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.errors import InternalError, KvExhausted
-from tandem.kvcache.block_pool import BlockCounts, BlockPool, BlockState, CacheEvent, Hold
+from tandem.kvcache.block_pool import BlockCounts, BlockHold, BlockPool, BlockState, CacheEvent
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
 
 
 def fill(pool: BlockPool, *hashes: bytes) -> list[int]:
     """A finished request that left `hashes` cached."""
-    blocks = pool.acquire([], len(hashes), Hold.USE)
+    blocks = pool.acquire([], len(hashes), BlockHold.USE)
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.commit(block, block_hash)
-    pool.release(blocks, Hold.USE)
+    pool.release(blocks, BlockHold.USE)
     return blocks
 
 
 def test_a_block_is_in_use_before_leased_before_cached_before_free() -> None:
     pool = BlockPool(2)
-    (block,) = pool.acquire([], 1, Hold.LEASE)
+    (block,) = pool.acquire([], 1, BlockHold.LEASE)
     assert pool.state_of(block) is BlockState.LEASED
     pool.commit(block, A)
-    assert pool.acquire([block], 0, Hold.USE) == [block]
+    assert pool.acquire([block], 0, BlockHold.USE) == [block]
     assert pool.state_of(block) is BlockState.IN_USE
-    pool.release([block], Hold.USE)
+    pool.release([block], BlockHold.USE)
     assert pool.state_of(block) is BlockState.LEASED
-    pool.release([block], Hold.LEASE)
+    pool.release([block], BlockHold.LEASE)
     assert pool.state_of(block) is BlockState.CACHED
     assert pool.counts() == BlockCounts(free=1, cached=1, leased=0, in_use=0, total=2)
 
 
 def test_converting_a_hold_never_lets_go_of_the_block() -> None:
     pool = BlockPool(1)
-    blocks = pool.acquire([], 1, Hold.USE)
-    pool.convert(blocks, Hold.USE, Hold.LEASE)
+    blocks = pool.acquire([], 1, BlockHold.USE)
+    pool.convert(blocks, BlockHold.USE, BlockHold.LEASE)
     assert pool.counts().leased == 1
-    pool.convert(blocks, Hold.LEASE, Hold.USE)
+    pool.convert(blocks, BlockHold.LEASE, BlockHold.USE)
     assert pool.counts().in_use == 1
     assert pool.available() == 0
 
@@ -58,28 +58,28 @@ def test_the_longest_cached_prefix_is_found() -> None:
 def test_free_blocks_go_before_cached_ones_and_a_chain_is_evicted_from_its_tail() -> None:
     pool = BlockPool(4)
     blocks = fill(pool, A, B, C)
-    (free,) = pool.acquire([], 1, Hold.USE)
+    (free,) = pool.acquire([], 1, BlockHold.USE)
     assert free not in blocks
-    assert pool.acquire([], 1, Hold.USE) == [blocks[2]]
+    assert pool.acquire([], 1, BlockHold.USE) == [blocks[2]]
     assert pool.match([A, B, C]) == blocks[:2]
 
 
 def test_what_was_used_last_is_evicted_last() -> None:
     pool = BlockPool(2)
     first, second = fill(pool, A), fill(pool, B)
-    pool.acquire(first, 0, Hold.USE)
-    pool.release(first, Hold.USE)
-    assert pool.acquire([], 1, Hold.USE) == second
+    pool.acquire(first, 0, BlockHold.USE)
+    pool.release(first, BlockHold.USE)
+    assert pool.acquire([], 1, BlockHold.USE) == second
     assert pool.match([A]) == first
 
 
 def test_of_two_blocks_with_one_content_the_first_stays_findable_and_the_second_becomes_free() -> None:
     pool = BlockPool(2)
-    (first,) = pool.acquire([], 1, Hold.USE)
-    (second,) = pool.acquire([], 1, Hold.USE)
+    (first,) = pool.acquire([], 1, BlockHold.USE)
+    (second,) = pool.acquire([], 1, BlockHold.USE)
     pool.commit(first, A)
     pool.commit(second, A)
-    pool.release([first, second], Hold.USE)
+    pool.release([first, second], BlockHold.USE)
     assert pool.match([A]) == [first]
     assert pool.state_of(second) is BlockState.FREE
 
@@ -89,9 +89,9 @@ def test_no_room_changes_nothing() -> None:
     cached = fill(pool, A, B)
     before = pool.counts()
     with pytest.raises(KvExhausted, match="2 KV blocks are needed and 1 of 3"):
-        pool.acquire(cached, 2, Hold.USE)  # the cached ones are wanted themselves: they make no room
+        pool.acquire(cached, 2, BlockHold.USE)  # the cached ones are wanted themselves: they make no room
     with pytest.raises(KvExhausted):
-        pool.acquire([], 2, Hold.USE, spare=2)
+        pool.acquire([], 2, BlockHold.USE, spare=2)
     assert pool.counts() == before
     assert pool.match([A, B]) == cached
 
@@ -99,7 +99,7 @@ def test_no_room_changes_nothing() -> None:
 def test_events_tell_in_order_what_can_be_found() -> None:
     pool = BlockPool(2)
     fill(pool, A, B)
-    pool.acquire([], 2, Hold.USE)
+    pool.acquire([], 2, BlockHold.USE)
     assert pool.take_events() == [CacheEvent(True, (A, B)), CacheEvent(False, (B, A))]
     assert pool.take_events() == []
 
@@ -108,9 +108,9 @@ def test_our_own_mistakes_are_caught() -> None:
     pool = BlockPool(1)
     with pytest.raises(InternalError, match="not held"):
         pool.commit(0, A)
-    blocks = pool.acquire([], 1, Hold.USE)
+    blocks = pool.acquire([], 1, BlockHold.USE)
     with pytest.raises(InternalError, match="more often"):
-        pool.release(blocks, Hold.LEASE)
+        pool.release(blocks, BlockHold.LEASE)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -121,14 +121,14 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.SIZE)
-        self.held: list[tuple[list[int], Hold]] = []
+        self.held: list[tuple[list[int], BlockHold]] = []
         self.findable: set[bytes] = set()
 
-    def _holds(self, hold: Hold) -> Counter[int]:
+    def _holds(self, hold: BlockHold) -> Counter[int]:
         return Counter(block for blocks, how in self.held if how is hold for block in blocks)
 
-    @rule(chain=st.integers(0, 3), length=st.integers(1, 6), hold=st.sampled_from(Hold))
-    def start(self, chain: int, length: int, hold: Hold) -> None:
+    @rule(chain=st.integers(0, 3), length=st.integers(1, 6), hold=st.sampled_from(BlockHold))
+    def start(self, chain: int, length: int, hold: BlockHold) -> None:
         hashes = [bytes([chain, index]) * 8 for index in range(length)]
         cached = self.pool.match(hashes)
         before, available = self.pool.counts(), self.pool.available()
@@ -151,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def start_uncommitted(self, count: int) -> None:
         if count <= self.pool.available():
-            self.held.append((self.pool.acquire([], count, Hold.USE), Hold.USE))
+            self.held.append((self.pool.acquire([], count, BlockHold.USE), BlockHold.USE))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -164,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
     def convert(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         blocks, hold = self.held[index]
-        other = Hold.LEASE if hold is Hold.USE else Hold.USE
+        other = BlockHold.LEASE if hold is BlockHold.USE else BlockHold.USE
         self.pool.convert(blocks, hold, other)
         self.held[index] = (blocks, other)
 
@@ -183,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_in_the_one_state_its_holds_give(self) -> None:
         counts = self.pool.counts()
-        uses, leases = self._holds(Hold.USE), self._holds(Hold.LEASE)
+        uses, leases = self._holds(BlockHold.USE), self._holds(BlockHold.LEASE)
         states = Counter(self.pool.state_of(block) for block in range(self.SIZE))
         assert counts.conserved
         assert counts.in_use == states[BlockState.IN_USE] == len(uses)

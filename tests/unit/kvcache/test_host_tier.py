@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.errors import KvExhausted
-from tandem.kvcache.block_pool import BlockPool, CacheEvent, Hold
+from tandem.kvcache.block_pool import BlockHold, BlockPool, CacheEvent
 from tandem.kvcache.host_tier import BlockCopies, HostTier, TierCounts
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
@@ -17,21 +17,21 @@ A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
 
 def fill(pool: BlockPool, *hashes: bytes) -> list[int]:
     """A finished request that left `hashes` cached."""
-    blocks = pool.acquire(pool.match(hashes), len(hashes) - len(pool.match(hashes)), Hold.USE)
+    blocks = pool.acquire(pool.match(hashes), len(hashes) - len(pool.match(hashes)), BlockHold.USE)
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.commit(block, block_hash)
-    pool.release(blocks, Hold.USE)
+    pool.release(blocks, BlockHold.USE)
     return blocks
 
 
 def test_an_evicted_block_goes_to_the_tier_and_comes_back_to_another_block() -> None:
     pool = BlockPool(2, HostTier(2))
     fill(pool, A, B)
-    assert pool.acquire([], 1, Hold.USE) == [1]
+    assert pool.acquire([], 1, BlockHold.USE) == [1]
     assert pool.take_copies() == BlockCopies([1], [0], [], [])
     assert pool.match([A, B]) == [0, B]
-    pool.release([1], Hold.USE)
-    assert pool.acquire([0, B], 0, Hold.USE) == [0, 1]
+    pool.release([1], BlockHold.USE)
+    assert pool.acquire([0, B], 0, BlockHold.USE) == [0, 1]
     assert pool.take_copies() == BlockCopies([], [], [0], [1])
     assert pool.take_copies() is None
     assert pool.match([A, B]) == [0, 1]
@@ -43,9 +43,9 @@ def test_a_block_that_came_back_leaves_again_without_a_copy_while_its_slot_lasts
     fill(pool, A)
     fill(pool, B)
     pool.take_copies()
-    pool.release(pool.acquire([A], 0, Hold.USE), Hold.USE)
+    pool.release(pool.acquire([A], 0, BlockHold.USE), BlockHold.USE)
     assert pool.take_copies() == BlockCopies([0], [1], [0], [0])  # B goes before A comes, in that order
-    pool.acquire([], 1, Hold.USE)
+    pool.acquire([], 1, BlockHold.USE)
     assert pool.take_copies() is None
     assert pool.match([A]) == [A]
 
@@ -53,14 +53,14 @@ def test_a_block_that_came_back_leaves_again_without_a_copy_while_its_slot_lasts
 def test_the_slot_of_a_block_that_came_back_is_overwritten_before_others_and_nothing_is_lost() -> None:
     pool = BlockPool(2, HostTier(2))
     fill(pool, A, B)
-    pool.release(pool.acquire([], 2, Hold.USE), Hold.USE)
-    pool.release(pool.acquire([A], 0, Hold.USE), Hold.USE)
+    pool.release(pool.acquire([], 2, BlockHold.USE), BlockHold.USE)
+    pool.release(pool.acquire([A], 0, BlockHold.USE), BlockHold.USE)
     pool.take_copies()
     fill(pool, C)
     pool.take_events()
-    pool.acquire([0, 1], 0, Hold.USE)
-    pool.release([1], Hold.USE)  # C goes, where A was
-    pool.acquire([], 1, Hold.USE)
+    pool.acquire([0, 1], 0, BlockHold.USE)
+    pool.release([1], BlockHold.USE)  # C goes, where A was
+    pool.acquire([], 1, BlockHold.USE)
     assert [len(pool.match([each])) for each in (A, B, C)] == [1, 1, 1]
     assert pool.take_events() == []
 
@@ -78,8 +78,8 @@ def test_only_what_leaves_both_tiers_is_told_as_removed() -> None:
 def test_a_block_computed_anew_while_the_tier_has_it_is_not_told_twice() -> None:
     pool = BlockPool(1, HostTier(1))
     fill(pool, A)
-    pool.release(pool.acquire([], 1, Hold.USE), Hold.USE)
-    (block,) = pool.acquire([], 1, Hold.USE)
+    pool.release(pool.acquire([], 1, BlockHold.USE), BlockHold.USE)
+    (block,) = pool.acquire([], 1, BlockHold.USE)
     pool.commit(block, A)
     assert pool.take_events() == [CacheEvent(True, (A,))]
 
@@ -90,7 +90,7 @@ def test_a_slot_that_is_wanted_is_not_overwritten_by_what_makes_room_for_it() ->
     fill(pool, B)
     pool.take_copies()
     pool.take_events()
-    assert pool.acquire([A], 0, Hold.USE) == [0]
+    assert pool.acquire([A], 0, BlockHold.USE) == [0]
     assert pool.take_copies() == BlockCopies([], [], [0], [0])
     assert pool.take_events() == [CacheEvent(False, (B,))]
 
@@ -98,14 +98,14 @@ def test_a_slot_that_is_wanted_is_not_overwritten_by_what_makes_room_for_it() ->
 def test_a_block_that_leaves_again_before_it_was_copied_in_is_found_as_before() -> None:
     pool = BlockPool(1, HostTier(1))
     fill(pool, A)
-    pool.release(pool.acquire([], 1, Hold.USE), Hold.USE)
+    pool.release(pool.acquire([], 1, BlockHold.USE), BlockHold.USE)
     pool.take_copies()
-    pool.release(pool.acquire([A], 0, Hold.USE), Hold.USE)
-    (block,) = pool.acquire([], 1, Hold.USE)
+    pool.release(pool.acquire([A], 0, BlockHold.USE), BlockHold.USE)
+    (block,) = pool.acquire([], 1, BlockHold.USE)
     assert pool.take_copies() is None  # the slot has it still
     pool.commit(block, B)
-    pool.release([block], Hold.USE)
-    assert pool.acquire([A], 0, Hold.USE) == [0]
+    pool.release([block], BlockHold.USE)
+    assert pool.acquire([A], 0, BlockHold.USE) == [0]
     assert pool.take_copies() == BlockCopies([], [], [0], [0])
     assert pool.take_events()[-1] == CacheEvent(False, (B,))
 
@@ -121,12 +121,12 @@ class TierMachine(RuleBasedStateMachine):
         self.pool = BlockPool(self.BLOCKS, HostTier(slots))
         self.memory: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
-        self.held: list[tuple[list[int], Hold]] = []
+        self.held: list[tuple[list[int], BlockHold]] = []
         self.unwritten: list[tuple[list[int], list[bytes], int]] = []  # blocks, hashes, how many were found
         self.findable: set[bytes] = set()
 
-    @rule(chain=st.integers(0, 3), length=st.integers(1, 6), hold=st.sampled_from(Hold))
-    def start(self, chain: int, length: int, hold: Hold) -> None:
+    @rule(chain=st.integers(0, 3), length=st.integers(1, 6), hold=st.sampled_from(BlockHold))
+    def start(self, chain: int, length: int, hold: BlockHold) -> None:
         hashes = [bytes([chain, index]) * 8 for index in range(length)]
         found = self.pool.match(hashes)
         before, tier = self.pool.counts(), self.pool.tier_counts()

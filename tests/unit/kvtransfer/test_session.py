@@ -22,7 +22,7 @@ from kvtransfer.session.receive import (
     ReportReceive,
 )
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, Push, ReportSend, SendAction, SendSession, SendState
+from kvtransfer.session.send import Abort, Finish, Open, PushPiece, ReportSend, SendAction, SendSession, SendState
 from kvtransfer.session.ticket import Ticket
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -102,7 +102,7 @@ class Wire:
             case Open():
                 receiver.open_link(sender.ticket, prefill_rank, len(self.senders))
                 self.do_send(prefill_rank, sender.accepted(decode_rank))
-            case Push(piece=piece):
+            case PushPiece(piece=piece):
                 digested = replace(piece, digest=1)
                 receiver.begin_piece(prefill_rank, digested)
                 self.do_receive(decode_rank, receiver.end_piece(prefill_rank, digested, 1, 0.0))
@@ -204,7 +204,7 @@ def opened(tokens: int = 13) -> tuple[SendSession, ReceiveSession, list[Piece]]:
     blocks = blocks_for(tokens, BLOCK_TOKENS)
     parts = (ready(0, 2, tokens), ready(2, blocks - 2, tokens))
     pushes = [push for part in parts for push in sender.ready(part)]
-    return sender, receiver, [replace(push.piece, digest=5) for push in pushes if isinstance(push, Push)]
+    return sender, receiver, [replace(push.piece, digest=5) for push in pushes if isinstance(push, PushPiece)]
 
 
 def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
@@ -214,7 +214,7 @@ def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
     sender.accepted(0)
     assert sender.ready(ready(0, 2, 5, layer=0, layers=1)) == []
     [push] = sender.ready(ready(0, 2, 5, layer=1, layers=1))
-    assert isinstance(push, Push)
+    assert isinstance(push, PushPiece)
     assert (push.piece.layer_start, push.piece.layer_count, push.piece.block_count) == (0, LAYERS, 2)
 
 
@@ -225,7 +225,9 @@ def test_large_layers_go_as_they_finish_in_pieces_up_to_what_the_link_takes(limi
     sender = SendSession(ticket, reshard_plan(1, 1, 8), big, HandClock())
     sender.link_ready(0, limit)
     sender.accepted(0)
-    pieces = [push.piece for push in sender.ready(Ready(0, tuple(range(1024)), 16, 0, 1)) if isinstance(push, Push)]
+    pieces = [
+        push.piece for push in sender.ready(Ready(0, tuple(range(1024)), 16, 0, 1)) if isinstance(push, PushPiece)
+    ]
     assert [piece.payload_bytes >> 20 for piece in pieces] == sizes
     assert [piece.first_block for piece in pieces[1:]] == [piece.end_block for piece in pieces[:-1]]
     assert (pieces[0].first_block, pieces[-1].end_block) == (0, 1024)
@@ -238,7 +240,7 @@ def test_what_was_gathered_goes_when_other_blocks_follow() -> None:
     sender.accepted(0)
     assert sender.ready(ready(0, 2, 13, layer=0, layers=1)) == []
     [push] = sender.ready(ready(2, 2, 13, layer=0, layers=1))
-    assert isinstance(push, Push)
+    assert isinstance(push, PushPiece)
     assert (push.piece.first_block, push.piece.layer_count) == (0, 1)
 
 
@@ -343,9 +345,11 @@ def test_half_a_block_in_mid_prompt_waits_until_it_is_full() -> None:
     sender.link_ready(0)
     sender.accepted(0)
     first = sender.ready(Ready(0, (0, 1), 2, 0, LAYERS))
-    assert [push.piece.block_count for push in first if isinstance(push, Push)] == [1]
+    assert [push.piece.block_count for push in first if isinstance(push, PushPiece)] == [1]
     rest = sender.ready(Ready(1, (1, 2, 3), 4, 0, LAYERS))
-    assert [(push.piece.first_block, push.piece.block_count) for push in rest if isinstance(push, Push)] == [(1, 3)]
+    assert [(push.piece.first_block, push.piece.block_count) for push in rest if isinstance(push, PushPiece)] == [
+        (1, 3)
+    ]
 
 
 def test_blocks_that_are_computed_again_are_not_sent_again() -> None:
@@ -354,7 +358,7 @@ def test_blocks_that_are_computed_again_are_not_sent_again() -> None:
     sender.accepted(0)
     sender.ready(ready(0, 2, 16))
     again = sender.ready(ready(0, 4, 16))
-    cells = {(push.piece.first_block, push.piece.layer_start) for push in again if isinstance(push, Push)}
+    cells = {(push.piece.first_block, push.piece.layer_start) for push in again if isinstance(push, PushPiece)}
     assert cells == {(2, 0), (2, 1), (3, 0), (3, 1)}
 
 

@@ -9,7 +9,7 @@ from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import Piece
 from kvtransfer.session.receive import ReceiveSession, ReceivingRank, ReportReceive
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Push, ReportSend, SendAction, SendSession
+from kvtransfer.session.send import PushPiece, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.stages import ReceiveStages, SendStages, earliest, latest
 from tandem.kvcache.layout import KvPoolLayout
@@ -21,7 +21,7 @@ TICKET = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 2, 8, 10.0)
 
 
 def pieces_of(actions: list[SendAction]) -> list[Piece]:
-    return [action.piece for action in actions if isinstance(action, Push)]
+    return [action.piece for action in actions if isinstance(action, PushPiece)]
 
 
 def sending(clock: FakeClock, decode_tp: int = 1) -> SendSession:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import openai
 import pytest
 
 from tandem.config.spec import Disaggregation, RouterSpec
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
@@ -16,13 +16,13 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 EOS = 2
 
 
-def echoes(cluster: Any) -> None:
+def echoes(cluster: Cluster) -> None:
     """Both workers answer every prompt with its last three tokens."""
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.answer = lambda prompt: list(prompt[-3:])
 
 
-async def test_choices_draw_with_seeds_of_their_own_and_the_first_with_the_requests(cluster: Any) -> None:
+async def test_choices_draw_with_seeds_of_their_own_and_the_first_with_the_requests(cluster: Cluster) -> None:
     cluster.says("fine")
     answer = await cluster.openai.chat.completions.create(**CHAT, n=3, seed=2**63 - 1, max_tokens=4)
     assert [(choice.index, choice.message.content) for choice in answer.choices] == [(n, "fine") for n in range(3)]
@@ -34,7 +34,7 @@ async def test_choices_draw_with_seeds_of_their_own_and_the_first_with_the_reque
     await cluster.settled()
 
 
-async def test_prompts_are_answered_in_their_order(cluster: Any) -> None:
+async def test_prompts_are_answered_in_their_order(cluster: Cluster) -> None:
     echoes(cluster)
     prompts = ["a 123", "b 456", "c 789"]
     answer = await cluster.openai.completions.create(model=MODEL, prompt=prompts, n=2, best_of=2)
@@ -47,7 +47,7 @@ async def test_prompts_are_answered_in_their_order(cluster: Any) -> None:
     assert [choice.text for choice in ids.choices] == expected
 
 
-async def test_streams_of_several_answers_are_told_apart(cluster: Any) -> None:
+async def test_streams_of_several_answers_are_told_apart(cluster: Cluster) -> None:
     echoes(cluster)
     stream = await cluster.openai.completions.create(
         model=MODEL, prompt=["a 123", "b 456"], stream=True, stream_options={"include_usage": True}
@@ -63,7 +63,7 @@ async def test_streams_of_several_answers_are_told_apart(cluster: Any) -> None:
     assert chunk.usage.completion_tokens == 6
 
 
-async def test_chat_stream_of_two_choices_introduces_each(cluster: Any) -> None:
+async def test_chat_stream_of_two_choices_introduces_each(cluster: Cluster) -> None:
     cluster.says("ok")
     chunks = [chunk async for chunk in await cluster.openai.chat.completions.create(**CHAT, n=2, stream=True)]
     roles = [choice.index for chunk in chunks for choice in chunk.choices if choice.delta.role]
@@ -79,7 +79,7 @@ class TestShortQueue:
     def spec(self) -> RouterSpec:
         return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, queue_timeout_s=0.5)
 
-    async def test_when_one_answer_fails_the_others_are_cancelled(self, cluster: Any) -> None:
+    async def test_when_one_answer_fails_the_others_are_cancelled(self, cluster: Cluster) -> None:
         cluster.says("long answer")
         cluster.prefill.behaviour.hold_prefills = True
         cluster.decode.behaviour.refuse_reservations = 10_000
@@ -93,14 +93,14 @@ class TestLittleRoom:
     def spec(self) -> RouterSpec:
         return RouterSpec(http_port=0, grpc_port=0, max_queued_requests=4)
 
-    async def test_all_answers_are_admitted_or_none(self, bare: Any) -> None:
+    async def test_all_answers_are_admitted_or_none(self, bare: Cluster) -> None:
         with pytest.raises(openai.RateLimitError):
             await bare.openai.completions.create(model=MODEL, prompt=["x"] * 3, n=3)
         assert bare.app.dispatcher.active == 0
         assert bare.ends("cancelled") == 4
 
 
-async def test_a_client_that_leaves_cancels_every_choice(cluster: Any) -> None:
+async def test_a_client_that_leaves_cancels_every_choice(cluster: Cluster) -> None:
     cluster.says("a rather long answer that goes on")
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.token_delay_s = 0.2
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_cancels_every_choice(cluster: Any) -> None:
 
 
 class TestEcho:
-    async def test_the_prompt_comes_before_the_answer(self, cluster: Any) -> None:
+    async def test_the_prompt_comes_before_the_answer(self, cluster: Cluster) -> None:
         cluster.says(" there")
         answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi  you", echo=True)
         assert answer.choices[0].text == "Hi  you there"
@@ -121,7 +121,7 @@ class TestEcho:
         expected = cluster.tokenizer.decode([1, 70, 71], skip_special_tokens=False) + " there"
         assert [choice.text for choice in ids.choices] == [expected] * 2
 
-    async def test_logprobs_cover_prompt_and_answer(self, cluster: Any) -> None:
+    async def test_logprobs_cover_prompt_and_answer(self, cluster: Cluster) -> None:
         tokens = cluster.says("!?")
         answer = await cluster.openai.completions.create(model=MODEL, prompt=[70, 71, 72], echo=True, logprobs=2)
         logprobs = answer.choices[0].logprobs
@@ -133,7 +133,7 @@ class TestEcho:
         [work] = cluster.prefill.works.values()
         assert work.sampling.prompt_logprobs == 2
 
-    async def test_max_tokens_zero_gives_the_prompt_alone(self, cluster: Any) -> None:
+    async def test_max_tokens_zero_gives_the_prompt_alone(self, cluster: Cluster) -> None:
         cluster.says("never shown")
         answer = await cluster.openai.completions.create(
             model=MODEL, prompt=["ab", "cde"], echo=True, max_tokens=0, logprobs=1
@@ -145,7 +145,7 @@ class TestEcho:
             assert "".join(choice.logprobs.tokens) == prompt
         await cluster.settled()
 
-    async def test_streams_begin_with_the_prompt(self, cluster: Any) -> None:
+    async def test_streams_begin_with_the_prompt(self, cluster: Cluster) -> None:
         tokens = cluster.says("xyz")
         stream = await cluster.openai.completions.create(
             model=MODEL, prompt=[70, 71], echo=True, logprobs=0, stream=True
@@ -157,7 +157,7 @@ class TestEcho:
         assert len(offsets) == 2 + len(tokens)
         assert offsets == sorted(offsets)
 
-    async def test_a_stop_token_has_its_logprob_as_it_is_counted(self, cluster: Any) -> None:
+    async def test_a_stop_token_has_its_logprob_as_it_is_counted(self, cluster: Cluster) -> None:
         for worker in (cluster.prefill, cluster.decode):
             worker.behaviour.answer = lambda prompt: [EOS]
         answer = await cluster.openai.completions.create(
@@ -166,7 +166,7 @@ class TestEcho:
         assert len(answer.choices[0].logprobs.token_logprobs) == 3 + answer.usage.completion_tokens == 4
         assert answer.choices[0].finish_reason == "stop"
 
-    async def test_an_attempt_that_fails_starts_the_scores_anew(self, cluster: Any) -> None:
+    async def test_an_attempt_that_fails_starts_the_scores_anew(self, cluster: Cluster) -> None:
         tokens = cluster.says("xyz")
         cluster.decode.behaviour.fail_handoffs = 1000
         answer = await cluster.openai.completions.create(model=MODEL, prompt=[70, 71, 72], echo=True, logprobs=1)
@@ -175,7 +175,7 @@ class TestEcho:
         assert goes_on
         assert not any(work.sampling.HasField("prompt_logprobs") for work in goes_on)
 
-    async def test_a_worker_that_leaves_scores_out_is_not_believed(self, cluster: Any) -> None:
+    async def test_a_worker_that_leaves_scores_out_is_not_believed(self, cluster: Cluster) -> None:
         cluster.says("xyz")
         cluster.prefill.behaviour.drop_prompt_scores = True
         reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "echo": True, "logprobs": 1})
@@ -183,7 +183,7 @@ class TestEcho:
         await cluster.settled()
 
 
-async def test_of_tokens_with_the_same_text_the_likeliest_counts(cluster: Any) -> None:
+async def test_of_tokens_with_the_same_text_the_likeliest_counts(cluster: Cluster) -> None:
     """Halves of characters all look alike; the best of them must not be hidden by a worse one."""
     euro = cluster.tokenizer.encode("€", add_special_tokens=False)
     for worker in (cluster.prefill, cluster.decode):
@@ -195,14 +195,14 @@ async def test_of_tokens_with_the_same_text_the_likeliest_counts(cluster: Any) -
 
 class TestRequestId:
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing", "/health"])
-    async def test_every_answer_has_one_and_repeats_the_clients(self, cluster: Any, path: str) -> None:
+    async def test_every_answer_has_one_and_repeats_the_clients(self, cluster: Cluster, path: str) -> None:
         method = "POST" if path.endswith("completions") else "GET"
         ours = await cluster.http.request(method, path, json=COMPLETION)
         assert len(ours.headers["x-request-id"]) == 24
         theirs = await cluster.http.request(method, path, json=COMPLETION, headers={"x-request-id": "my-id.7"})
         assert theirs.headers.get_list("x-request-id") == ["my-id.7"]
 
-    async def test_ours_is_in_the_answer_and_the_clients_goes_no_further(self, cluster: Any) -> None:
+    async def test_ours_is_in_the_answer_and_the_clients_goes_no_further(self, cluster: Cluster) -> None:
         reply = await cluster.http.post("/v1/completions", json=COMPLETION)
         assert reply.json()["id"] == f"cmpl-{reply.headers['x-request-id']}"
         named = await cluster.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine"})
@@ -210,11 +210,11 @@ class TestRequestId:
         assert not any("mine" in wire_id for wire_id in cluster.decode.works)
 
     @pytest.mark.parametrize("given", ["a b", "x" * 129, "é", ""])
-    async def test_a_strange_one_is_replaced(self, cluster: Any, given: str) -> None:
+    async def test_a_strange_one_is_replaced(self, cluster: Cluster, given: str) -> None:
         reply = await cluster.http.get("/health", headers={"x-request-id": given.encode()})
         assert reply.headers["x-request-id"] != given
 
-    async def test_errors_and_streams_have_it_too(self, cluster: Any) -> None:
+    async def test_errors_and_streams_have_it_too(self, cluster: Cluster) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await cluster.openai.completions.create(model=MODEL, prompt="", extra_headers={"x-request-id": "abc"})
         assert caught.value.request_id == "abc"

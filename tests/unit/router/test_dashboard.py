@@ -16,13 +16,14 @@ from router.dashboard.snapshot import VERSION, RequestTimeline, Snapshot
 from router.observe.trace import MAX_TRACES
 from router.testing.stub_worker import until
 from tandem.config.spec import RouterSpec
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 PROMPT = "The launch code is swordfish"
 API = "/dashboard/api/v1"
 
 
-async def look(cluster: Any) -> Snapshot:
+async def look(cluster: Cluster) -> Snapshot:
     """After the time for which the router gives the same picture again."""
     await asyncio.sleep(0.45)
     reply = await cluster.http.get(f"{API}/snapshot")
@@ -30,19 +31,19 @@ async def look(cluster: Any) -> Snapshot:
     return msgspec.json.decode(reply.content, type=Snapshot)
 
 
-async def timeline(cluster: Any, request_id: str) -> RequestTimeline:
+async def timeline(cluster: Cluster, request_id: str) -> RequestTimeline:
     reply = await cluster.http.get(f"{API}/requests/{request_id}")
     return msgspec.json.decode(reply.content, type=RequestTimeline)
 
 
-async def ask(cluster: Any, prompt: str = PROMPT, **options: Any) -> str:
+async def ask(cluster: Cluster, prompt: str = PROMPT, **options: Any) -> str:
     """Returns the request's id."""
     reply = await cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt} | options)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["id"].rpartition("-")[2])
 
 
-async def test_a_router_without_workers_shows_that(bare: Any) -> None:
+async def test_a_router_without_workers_shows_that(bare: Cluster) -> None:
     found = await look(bare)
     assert (found.version, found.router_id, found.cluster, found.ready) == (VERSION, "router-0", "test", False)
     assert (found.workers, found.flows, found.requests, found.events) == ([], [], [], [])
@@ -50,7 +51,7 @@ async def test_a_router_without_workers_shows_that(bare: Any) -> None:
     assert found.cache.redis == "none"
 
 
-async def test_requests_show_in_every_part(cluster: Any) -> None:
+async def test_requests_show_in_every_part(cluster: Cluster) -> None:
     tokens = cluster.says("Hello, world.")
     ids = [await ask(cluster) for _ in range(3)]
     await cluster.settled()
@@ -79,7 +80,7 @@ async def test_requests_show_in_every_part(cluster: Any) -> None:
     assert (found.scaling.prefill_ready, found.scaling.decode_ready, found.scaling.decisions) == (1, 1, [])
 
 
-async def test_a_request_shows_while_it_runs_and_its_timeline_after_it(cluster: Any) -> None:
+async def test_a_request_shows_while_it_runs_and_its_timeline_after_it(cluster: Cluster) -> None:
     cluster.says("one two three")
     cluster.decode.behaviour.token_delay_s = 0.3
     asked = asyncio.create_task(ask(cluster))
@@ -100,7 +101,7 @@ async def test_a_request_shows_while_it_runs_and_its_timeline_after_it(cluster: 
     assert attempt.bytes > 0
 
 
-async def test_failed_handoffs_and_migrations_are_events(cluster: Any) -> None:
+async def test_failed_handoffs_and_migrations_are_events(cluster: Cluster) -> None:
     cluster.says("fine")
     cluster.decode.behaviour.fail_handoffs = 1
     await ask(cluster)
@@ -112,7 +113,7 @@ async def test_failed_handoffs_and_migrations_are_events(cluster: Any) -> None:
     assert found.requests[0].attempts == 2
 
 
-async def test_a_lost_worker_is_an_event_and_shows_as_lost(cluster: Any) -> None:
+async def test_a_lost_worker_is_an_event_and_shows_as_lost(cluster: Cluster) -> None:
     await cluster.decode.kill()
     await until(lambda: not cluster.app.service.ready)
     found = await look(cluster)
@@ -122,7 +123,7 @@ async def test_a_lost_worker_is_an_event_and_shows_as_lost(cluster: Any) -> None
     assert (found.ready, found.scaling.decode_ready, found.scaling.decode_total) == (False, 0, 1)
 
 
-async def test_no_prompt_and_no_answer_is_ever_shown(cluster: Any) -> None:
+async def test_no_prompt_and_no_answer_is_ever_shown(cluster: Cluster) -> None:
     cluster.says("secret marmalade")
     cluster.decode.behaviour.fail_handoffs = 1
     request_id = await ask(cluster)
@@ -137,7 +138,7 @@ async def test_no_prompt_and_no_answer_is_ever_shown(cluster: Any) -> None:
         assert ",".join(map(str, prompt[:4])) not in text
 
 
-async def test_many_viewers_cost_as_much_as_one_and_none_costs_nothing(cluster: Any) -> None:
+async def test_many_viewers_cost_as_much_as_one_and_none_costs_nothing(cluster: Cluster) -> None:
     made = 0
     view = cluster.app._snapshots._view
     take = view.take
@@ -156,7 +157,7 @@ async def test_many_viewers_cost_as_much_as_one_and_none_costs_nothing(cluster: 
     assert made == 1
 
 
-async def test_lists_are_bounded(cluster: Any) -> None:
+async def test_lists_are_bounded(cluster: Cluster) -> None:
     cluster.says("x")
     for _ in range(7):
         await asyncio.gather(*(ask(cluster, max_tokens=1) for _ in range(20)))
@@ -177,21 +178,21 @@ async def test_lists_are_bounded(cluster: Any) -> None:
         ("/dashboard/static/", 404),
     ],
 )  # fmt: skip
-async def test_bad_paths_are_refused(cluster: Any, path: str, status: int) -> None:
+async def test_bad_paths_are_refused(cluster: Cluster, path: str, status: int) -> None:
     reply = await cluster.http.get(path)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert "swordfish" not in reply.text
 
 
-async def test_it_is_read_only(cluster: Any) -> None:
+async def test_it_is_read_only(cluster: Cluster) -> None:
     for path in ("/dashboard/", f"{API}/snapshot", f"{API}/requests/abc", "/dashboard/static/app.js"):
         for method in ("POST", "PUT", "DELETE", "PATCH"):
             assert (await cluster.http.request(method, path)).status_code == 405, (method, path)
 
 
 class TestPage:
-    async def test_the_page_and_all_it_names_are_served_from_here(self, bare: Any) -> None:
+    async def test_the_page_and_all_it_names_are_served_from_here(self, bare: Cluster) -> None:
         moved = await bare.http.get("/dashboard")
         assert (moved.status_code, moved.headers["location"]) == (307, "dashboard/")
         page = (await bare.http.get("/dashboard", follow_redirects=True)).text
@@ -208,7 +209,7 @@ class TestPage:
             assert reply.status_code == 200, name
             assert len(reply.content) > 100
 
-    async def test_nothing_inline_and_nothing_from_elsewhere_may_run(self, bare: Any) -> None:
+    async def test_nothing_inline_and_nothing_from_elsewhere_may_run(self, bare: Cluster) -> None:
         for path in ("/dashboard", "/dashboard/", "/dashboard/static/app.js", f"{API}/snapshot"):
             headers = (await bare.http.get(path)).headers
             policy = headers["content-security-policy"]
@@ -219,7 +220,7 @@ class TestPage:
         page = (await bare.http.get("/dashboard/")).text
         assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=", page)
 
-    async def test_an_unchanged_file_is_not_sent_again_and_data_is_never_stored(self, bare: Any) -> None:
+    async def test_an_unchanged_file_is_not_sent_again_and_data_is_never_stored(self, bare: Cluster) -> None:
         first = await bare.http.get("/dashboard/static/app.js")
         again = await bare.http.get("/dashboard/static/app.js", headers={"if-none-match": first.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
@@ -231,12 +232,12 @@ class TestSwitchedOff:
     def spec(self) -> RouterSpec:
         return RouterSpec(http_port=0, grpc_port=0, dashboard=False)
 
-    async def test_there_is_no_dashboard(self, bare: Any) -> None:
+    async def test_there_is_no_dashboard(self, bare: Cluster) -> None:
         for path in ("/dashboard", "/dashboard/", f"{API}/snapshot"):
             assert (await bare.http.get(path)).status_code == 404
 
 
-async def test_without_its_controller_the_router_shows_what_it_knows(cluster: Any) -> None:
+async def test_without_its_controller_the_router_shows_what_it_knows(cluster: Cluster) -> None:
     assert (await look(cluster)).controller
     await cluster.controller.stop()
     source = cluster.app._snapshots
@@ -247,7 +248,7 @@ async def test_without_its_controller_the_router_shows_what_it_knows(cluster: An
     assert [each.router_id for each in found.routers] == ["router-0"]
 
 
-async def test_the_snapshot_is_strict_json(cluster: Any) -> None:
+async def test_the_snapshot_is_strict_json(cluster: Cluster) -> None:
     """A browser's parser refuses NaN."""
     await ask(cluster)
     reply: httpx.Response = await cluster.http.get(f"{API}/snapshot")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
 import pytest
@@ -13,25 +12,26 @@ from cluster.control.router_traces import RouterTraces
 from router.policies.pace import BATCH_SIZES
 from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 SECRET = "only-the-controller-knows"
 
 
-def traces(cluster: Any, secret: str = SECRET) -> RouterTraces:
+def traces(cluster: Cluster, secret: str = SECRET) -> RouterTraces:
     return RouterTraces({"router-0": f"127.0.0.1:{cluster.app.grpc_port}"}, secret)
 
 
-async def demand(cluster: Any) -> trace_pb2.ModelDemand:
+async def demand(cluster: Cluster) -> trace_pb2.ModelDemand:
     return demand_of((await traces(cluster).demands())["router-0"], MODEL)
 
 
-async def ask(cluster: Any, priority: str = "interactive", timeout_s: float = 5.0) -> None:
+async def ask(cluster: Cluster, priority: str = "interactive", timeout_s: float = 5.0) -> None:
     headers = {"x-tandem-priority": priority, "x-request-timeout-s": f"{timeout_s:g}"}
     await cluster.openai.completions.create(model=MODEL, prompt=list(range(3, 43)), max_tokens=4, extra_headers=headers)
 
 
-async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Any) -> None:
+async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Cluster) -> None:
     cluster.says("one two three")
     assert await demand(cluster) == trace_pb2.ModelDemand(model=MODEL), "nobody asked for anything yet"
     for _ in range(3):
@@ -46,7 +46,7 @@ async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Any)
     assert found.prefill.prefill_s_per_token > 0
 
 
-async def test_what_waits_is_told_and_refusals_count_as_missed(cluster: Any) -> None:
+async def test_what_waits_is_told_and_refusals_count_as_missed(cluster: Cluster) -> None:
     await cluster.decode.kill()
     await until(lambda: not cluster.app.service.ready)
     waiting = [asyncio.create_task(ask(cluster, timeout_s=0.5)) for _ in range(2)]
@@ -59,14 +59,14 @@ async def test_what_waits_is_told_and_refusals_count_as_missed(cluster: Any) -> 
     assert (found.queued_tokens, found.judged, found.missed_ttft) == (0, 2, 2)
 
 
-async def test_batch_classes_are_left_out(cluster: Any) -> None:
+async def test_batch_classes_are_left_out(cluster: Cluster) -> None:
     cluster.says("one two three")
     await ask(cluster, "batch")
     found = await demand(cluster)
     assert (found.requests, found.first_tokens, found.judged) == (0, 0, 0)
 
 
-async def test_only_the_controller_is_told(cluster: Any) -> None:
+async def test_only_the_controller_is_told(cluster: Cluster) -> None:
     assert await traces(cluster, "a guess").demands() == {}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.app.grpc_port}") as channel:
         ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/tandem.v1.Traces/GetDemand")

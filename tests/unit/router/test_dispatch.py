@@ -1,7 +1,6 @@
 """The life of a request between a real router and stub workers: every way it can end."""
 
 import asyncio
-from typing import Any
 
 import httpx
 import pytest
@@ -14,19 +13,20 @@ from tandem.errors import RequestCancelled
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.prefix_events import PrefixSnapshot, join_hashes
 from tandem.v1 import cluster_pb2
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 PROMPT = {"model": MODEL, "prompt": "Hi"}
 
 
-async def test_handoff_goes_reserve_prefill_join(cluster: Any) -> None:
+async def test_handoff_goes_reserve_prefill_join(cluster: Cluster) -> None:
     await cluster.openai.completions.create(**PROMPT)
     assert [kind for kind, _ in cluster.decode.received] == ["reserve", "join"]
     assert [kind for kind, _ in cluster.prefill.received] == ["prefill"]
     await cluster.settled()
 
 
-async def test_first_token_does_not_wait_for_the_handoff(cluster: Any) -> None:
+async def test_first_token_does_not_wait_for_the_handoff(cluster: Cluster) -> None:
     tokens = cluster.says("abcdef")
     cluster.decode.behaviour.token_delay_s = 30
     stream = await cluster.openai.completions.create(**PROMPT, stream=True)
@@ -35,7 +35,7 @@ async def test_first_token_does_not_wait_for_the_handoff(cluster: Any) -> None:
     await stream.close()
 
 
-async def test_answer_of_one_token_never_joins(cluster: Any) -> None:
+async def test_answer_of_one_token_never_joins(cluster: Cluster) -> None:
     first = cluster.tokenizer.decode(cluster.says("abc")[:1])
     answer = await cluster.openai.completions.create(**PROMPT, max_tokens=1)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (first, "length")
@@ -44,14 +44,14 @@ async def test_answer_of_one_token_never_joins(cluster: Any) -> None:
     await cluster.settled()
 
 
-async def test_stop_token_first_never_joins(cluster: Any) -> None:
+async def test_stop_token_first_never_joins(cluster: Cluster) -> None:
     cluster.prefill.behaviour.answer = lambda prompt: [2]
     answer = await cluster.openai.completions.create(**PROMPT)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
     await until(lambda: bool(cluster.decode.cancelled))
 
 
-async def test_stop_string_cancels_on_the_decode_worker(cluster: Any) -> None:
+async def test_stop_string_cancels_on_the_decode_worker(cluster: Cluster) -> None:
     cluster.says("ab STOP cd")
     await cluster.openai.completions.create(**PROMPT, stop="STOP")
     await until(lambda: bool(cluster.decode.cancelled))
@@ -61,7 +61,7 @@ async def test_stop_string_cancels_on_the_decode_worker(cluster: Any) -> None:
 
 @pytest.mark.parametrize("stage", ["reserve", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_closed_connection_cancels_wherever_the_request_is(cluster: Any, stage: str, stream: bool) -> None:
+async def test_closed_connection_cancels_wherever_the_request_is(cluster: Cluster, stage: str, stream: bool) -> None:
     cluster.says("a long answer")
     cluster.decode.behaviour.hold_reservations = stage == "reserve"
     cluster.prefill.behaviour.hold_prefills = stage == "prefill"
@@ -84,7 +84,7 @@ async def test_closed_connection_cancels_wherever_the_request_is(cluster: Any, s
     await cluster.settled()
 
 
-async def test_prefill_worker_lost_before_the_first_token_is_tried_again(cluster: Any) -> None:
+async def test_prefill_worker_lost_before_the_first_token_is_tried_again(cluster: Cluster) -> None:
     cluster.says("abc")
     cluster.prefill.behaviour.hold_prefills = True
     task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
@@ -97,7 +97,7 @@ async def test_prefill_worker_lost_before_the_first_token_is_tried_again(cluster
     assert len(set(cluster.decode.works)) == 2, "attempts have ids of their own"
 
 
-async def test_new_epoch_serves_after_a_loss(cluster: Any) -> None:
+async def test_new_epoch_serves_after_a_loss(cluster: Cluster) -> None:
     await cluster.decode.kill()
     await until(lambda: not cluster.app.service.ready)
     task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
@@ -119,7 +119,7 @@ class Listed(StubWorker):
         return info
 
 
-async def test_worker_of_another_epoch_than_listed_is_not_used(bare: Any) -> None:
+async def test_worker_of_another_epoch_than_listed_is_not_used(bare: Cluster) -> None:
     worker = Listed("d9", Role.DECODE, MODEL, epoch=4)
     await worker.start()
     await bare.controller.set_workers(worker)
@@ -131,7 +131,7 @@ async def test_worker_of_another_epoch_than_listed_is_not_used(bare: Any) -> Non
     await worker.kill()
 
 
-async def test_refused_reservation_goes_to_the_next_decode_worker(cluster: Any) -> None:
+async def test_refused_reservation_goes_to_the_next_decode_worker(cluster: Cluster) -> None:
     other = StubWorker("d1", Role.DECODE, MODEL)
     await other.start()
     await cluster.list_workers(cluster.prefill, cluster.decode, other)
@@ -143,20 +143,20 @@ async def test_refused_reservation_goes_to_the_next_decode_worker(cluster: Any) 
     await other.kill()
 
 
-async def test_refused_everywhere_waits_and_tries_again(cluster: Any) -> None:
+async def test_refused_everywhere_waits_and_tries_again(cluster: Cluster) -> None:
     cluster.decode.behaviour.refuse_reservations = 3
     await cluster.openai.completions.create(**PROMPT)
     assert len(cluster.decode.frames("reserve")) == 4
     await cluster.settled()
 
 
-async def test_controller_lost_serves_on_with_the_last_directory(cluster: Any) -> None:
+async def test_controller_lost_serves_on_with_the_last_directory(cluster: Cluster) -> None:
     await cluster.controller.stop()
     await asyncio.sleep(0.1)
     assert (await cluster.openai.completions.create(**PROMPT)).usage.completion_tokens > 0
 
 
-async def test_worker_that_leaves_the_directory_finishes_what_it_has(cluster: Any) -> None:
+async def test_worker_that_leaves_the_directory_finishes_what_it_has(cluster: Cluster) -> None:
     cluster.says("abcdef")
     cluster.decode.behaviour.token_delay_s = 0.05
     task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
@@ -166,7 +166,7 @@ async def test_worker_that_leaves_the_directory_finishes_what_it_has(cluster: An
     await until(lambda: cluster.app.dispatcher.fleet.worker("d0", 1) is None)
 
 
-async def test_sixteen_streams_get_their_own_answers(cluster: Any) -> None:
+async def test_sixteen_streams_get_their_own_answers(cluster: Cluster) -> None:
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.answer = lambda prompt: [*prompt, *prompt, *prompt]
         worker.behaviour.token_delay_s = 0.002
@@ -182,7 +182,7 @@ async def test_sixteen_streams_get_their_own_answers(cluster: Any) -> None:
 
 
 class TestAggregated:
-    async def test_without_prefill_workers_the_decode_worker_does_all(self, bare: Any) -> None:
+    async def test_without_prefill_workers_the_decode_worker_does_all(self, bare: Cluster) -> None:
         bare.says("abc")
         await bare.list_workers(bare.decode)
         bare.decode.behaviour.cached_tokens = 1
@@ -198,7 +198,7 @@ class TestAuto:
     def spec(self) -> RouterSpec:
         return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.AUTO)
 
-    async def test_short_prompts_stay_local_and_long_ones_are_handed_off(self, cluster: Any) -> None:
+    async def test_short_prompts_stay_local_and_long_ones_are_handed_off(self, cluster: Cluster) -> None:
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 32)
         assert cluster.prefill.received == []
         await cluster.openai.completions.create(model=MODEL, prompt=[71] * 33)
@@ -217,13 +217,13 @@ class TestQueue:
             max_prefill_tokens_in_flight=40,
         )
 
-    async def test_no_worker_within_the_limit_is_a_typed_error(self, bare: Any) -> None:
+    async def test_no_worker_within_the_limit_is_a_typed_error(self, bare: Cluster) -> None:
         reply = await bare.http.post("/v1/completions", json=PROMPT)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_worker")
         assert "retry-after" in reply.headers
         assert bare.ends("rejected") == 1
 
-    async def test_full_queue_answers_429_at_once(self, bare: Any) -> None:
+    async def test_full_queue_answers_429_at_once(self, bare: Cluster) -> None:
         waiting = [asyncio.create_task(bare.http.post("/v1/completions", json=PROMPT)) for _ in range(2)]
         await until(lambda: bare.app.dispatcher.active == 2)
         reply = await bare.http.post("/v1/completions", json=PROMPT)
@@ -231,7 +231,7 @@ class TestQueue:
         assert "retry-after" in reply.headers
         await asyncio.gather(*waiting)
 
-    async def test_prefill_worker_is_given_no_more_than_its_budget(self, cluster: Any) -> None:
+    async def test_prefill_worker_is_given_no_more_than_its_budget(self, cluster: Cluster) -> None:
         cluster.prefill.behaviour.token_delay_s = 0.1
         body = {"model": MODEL, "prompt": [70] * 30, "max_tokens": 1}
         tasks = [asyncio.create_task(cluster.http.post("/v1/completions", json=body)) for _ in range(2)]
@@ -240,14 +240,14 @@ class TestQueue:
         assert [reply.status_code for reply in await asyncio.gather(*tasks)] == [200, 200]
         await cluster.settled()
 
-    async def test_reservation_never_granted_ends_with_kv_exhausted(self, cluster: Any) -> None:
+    async def test_reservation_never_granted_ends_with_kv_exhausted(self, cluster: Cluster) -> None:
         cluster.decode.behaviour.refuse_reservations = 1000
         reply = await cluster.http.post("/v1/completions", json=PROMPT)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "kv_exhausted")
         await cluster.settled()
 
 
-async def test_queued_request_whose_client_leaves_is_withdrawn(bare: Any) -> None:
+async def test_queued_request_whose_client_leaves_is_withdrawn(bare: Cluster) -> None:
     async with httpx.AsyncClient(base_url=bare.base_url) as client:
         task = asyncio.create_task(client.post("/v1/completions", json=PROMPT))
         await until(lambda: bare.app.dispatcher.active == 1)
@@ -262,7 +262,7 @@ class TestSlowReader:
     def max_model_tokens(self) -> int:
         return 2048
 
-    async def test_reader_that_stays_away_ends_its_request(self, cluster: Any) -> None:
+    async def test_reader_that_stays_away_ends_its_request(self, cluster: Cluster) -> None:
         for worker in (cluster.prefill, cluster.decode):
             worker.behaviour.answer = lambda prompt: [70] * (MAX_UNREAD_PIECES + 100)
         submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling()))
@@ -274,7 +274,7 @@ class TestSlowReader:
 
 
 @pytest.mark.parametrize(("cached", "wrong"), [(32, 0), (16, 16), (0, 32)])
-async def test_credit_that_a_worker_does_not_honour_is_counted(cluster: Any, cached: int, wrong: int) -> None:
+async def test_credit_that_a_worker_does_not_honour_is_counted(cluster: Cluster, cached: int, wrong: int) -> None:
     prompt = list(range(60, 100))
     hashes = join_hashes(hash_blocks(prompt, 16, HashKey("f")))
     for worker in (cluster.prefill, cluster.decode):
@@ -287,7 +287,7 @@ async def test_credit_that_a_worker_does_not_honour_is_counted(cluster: Any, cac
     await cluster.settled()
 
 
-async def test_a_prompt_that_is_being_computed_draws_the_next_one_like_it(cluster: Any) -> None:
+async def test_a_prompt_that_is_being_computed_draws_the_next_one_like_it(cluster: Cluster) -> None:
     workers = [cluster.prefill, StubWorker("p1", Role.PREFILL, MODEL)]
     await workers[1].start()
     await cluster.list_workers(*workers, cluster.decode)

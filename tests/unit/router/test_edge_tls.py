@@ -154,11 +154,11 @@ async def test_new_connections_get_renewed_certificates_and_open_ones_stay(
         assert (await http.get(url)).status_code == 200
         renewed = theirs.issue(NAME)
         shutil.copy(renewed["cert"], tmp_path / "tls" / "cert")
-        await until(lambda: "could not be reloaded" in caplog.text)
+        await until(lambda: "kept the previous certificates" in caplog.text)
         assert await by_http(app, ours.ca) == 200, "they do not fit each other yet"
         assert await by_grpc(app, ours.ca) == ["tiny"]
         shutil.copy(renewed["key"], tmp_path / "tls" / "key")
-        await until(lambda: "reloaded certificates" in caplog.text)
+        await until(lambda: "loaded renewed certificates" in caplog.text)
         assert await by_http(app, theirs.ca) == 200
         assert await by_grpc(app, theirs.ca) == ["tiny"]
         assert (await http.get(url)).status_code == 200

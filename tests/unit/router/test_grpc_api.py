@@ -12,11 +12,12 @@ from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2 as pb
+from tests.unit.router.conftest import Cluster
 
 NAN = float("nan")
 
 
-async def test_generate_streams_started_chunks_finished(cluster: Any) -> None:
+async def test_generate_streams_started_chunks_finished(cluster: Cluster) -> None:
     tokens = cluster.says("Hello €")
     events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi there"))]
     assert events[0].started.prompt_tokens == len(cluster.tokenizer.encode("Hi there", add_special_tokens=True))
@@ -27,7 +28,7 @@ async def test_generate_streams_started_chunks_finished(cluster: Any) -> None:
     assert finished.usage.completion_tokens == len(tokens)
 
 
-async def test_the_timeline_includes_the_handoff(cluster: Any) -> None:
+async def test_the_timeline_includes_the_handoff(cluster: Cluster) -> None:
     cluster.says("Hello")
     cluster.prefill.behaviour.cached_tokens = cluster.decode.behaviour.cached_tokens = 16
     events = [e async for e in cluster.inference.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70] * 40)))]
@@ -40,7 +41,7 @@ async def test_the_timeline_includes_the_handoff(cluster: Any) -> None:
     assert events[-1].finished.usage.cached_tokens == 16
 
 
-async def test_chat_uses_the_template(cluster: Any) -> None:
+async def test_chat_uses_the_template(cluster: Cluster) -> None:
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hi")])
     tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
     events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(chat=chat))]
@@ -49,7 +50,7 @@ async def test_chat_uses_the_template(cluster: Any) -> None:
     assert tokenized.max_model_tokens == 512
 
 
-async def test_logprobs_are_included_on_request(cluster: Any) -> None:
+async def test_logprobs_are_included_on_request(cluster: Cluster) -> None:
     cluster.says("ab")
     request = pb.GenerateRequest(prompt="Hi", sampling=pb.SamplingParams(logprobs=2))
     events = [event async for event in cluster.inference.Generate(request)]
@@ -58,7 +59,7 @@ async def test_logprobs_are_included_on_request(cluster: Any) -> None:
     assert all(len(each.top) == 2 for each in logprobs)
 
 
-async def test_penalties_and_bias_reach_the_workers(cluster: Any) -> None:
+async def test_penalties_and_bias_reach_the_workers(cluster: Cluster) -> None:
     given = pb.SamplingParams(
         presence_penalty=0.5, frequency_penalty=-1.5, repetition_penalty=2.0, logit_bias={9: -100.0}
     )
@@ -70,7 +71,7 @@ async def test_penalties_and_bias_reach_the_workers(cluster: Any) -> None:
     assert dict(sampling.logit_bias) == {9: -100.0}
 
 
-async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Any) -> None:
+async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Cluster) -> None:
     cluster.says("abc")
     prompt = pb.TokenIds(ids=[70, 71, 72])
     request = pb.GenerateRequest(token_ids=prompt, sampling=pb.SamplingParams(prompt_logprobs=1))
@@ -101,7 +102,7 @@ async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Any) ->
     ids=lambda value: str(MessageToDict(value))[:40] if isinstance(value, pb.GenerateRequest) else None,
 )
 async def test_bad_request_is_refused_with_its_field(
-    cluster: Any, request_: pb.GenerateRequest, error: type[Exception], field: str
+    cluster: Cluster, request_: pb.GenerateRequest, error: type[Exception], field: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in cluster.inference.Generate(request_):
@@ -112,14 +113,14 @@ async def test_bad_request_is_refused_with_its_field(
     assert cluster.ends("rejected") == 1
 
 
-async def test_models_and_server_info(cluster: Any) -> None:
+async def test_models_and_server_info(cluster: Cluster) -> None:
     [card] = (await cluster.inference.ListModels(pb.ListModelsRequest())).models
     assert (card.name, card.max_model_tokens, card.vocab_tokens, card.ready) == ("tiny", 512, 320, True)
     info = await cluster.inference.GetServerInfo(pb.GetServerInfoRequest())
     assert (info.cluster, info.router_id, info.prefill_workers, info.decode_workers) == ("test", "router-0", 1, 1)
 
 
-async def test_deadline_cancels_the_request_on_both_workers(cluster: Any) -> None:
+async def test_deadline_cancels_the_request_on_both_workers(cluster: Cluster) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=0.3):
@@ -129,7 +130,7 @@ async def test_deadline_cancels_the_request_on_both_workers(cluster: Any) -> Non
     assert cluster.ends("failed") == 1
 
 
-async def test_health_follows_readiness(bare: Any) -> None:
+async def test_health_follows_readiness(bare: Cluster) -> None:
     stub = health_pb2_grpc.HealthStub(bare.channel)
 
     async def status(name: str) -> Any:
@@ -146,7 +147,7 @@ async def test_health_follows_readiness(bare: Any) -> None:
     assert await status("tandem.v1.Inference") == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_reflection_lists_the_service(cluster: Any) -> None:
+async def test_reflection_lists_the_service(cluster: Cluster) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(cluster.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     reply = await call.read()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from router.requests.request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from router.workers.health import HealthState
 from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 STALL_S = 0.8
@@ -25,7 +25,7 @@ def spec() -> RouterSpec:
 
 
 @pytest.fixture
-async def four(cluster: Any) -> AsyncIterator[dict[str, StubWorker]]:
+async def four(cluster: Cluster) -> AsyncIterator[dict[str, StubWorker]]:
     """Two workers of each role; the router prefers p0 and d0, by name."""
     others = [StubWorker("p1", Role.PREFILL, MODEL), StubWorker("d1", Role.DECODE, MODEL)]
     for worker in others:
@@ -39,19 +39,19 @@ async def four(cluster: Any) -> AsyncIterator[dict[str, StubWorker]]:
         await worker.kill()
 
 
-def says(cluster: Any, workers: dict[str, StubWorker]) -> list[int]:
+def says(cluster: Cluster, workers: dict[str, StubWorker]) -> list[int]:
     tokens: list[int] = cluster.says(TEXT)
     for worker in workers.values():
         worker.behaviour.answer = script(tokens)
     return tokens
 
 
-async def run(cluster: Any) -> list[int]:
+async def run(cluster: Cluster) -> list[int]:
     submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling()))
     return [token.token_id async for pieces in submitted.stream for piece in pieces for token in piece.tokens]
 
 
-def health(cluster: Any, worker: StubWorker) -> HealthState:
+def health(cluster: Cluster, worker: StubWorker) -> HealthState:
     fleet = cluster.app.dispatcher.fleet
     key = next(each.key for each in fleet.workers() if each.key.worker_id == worker.worker_id)
     state: HealthState = fleet.health.state(key)
@@ -60,7 +60,7 @@ def health(cluster: Any, worker: StubWorker) -> HealthState:
 
 @pytest.mark.parametrize("stuck", ["p0", "d0"])
 async def test_the_requests_of_a_stuck_worker_go_on_elsewhere(
-    cluster: Any, four: dict[str, StubWorker], stuck: str
+    cluster: Cluster, four: dict[str, StubWorker], stuck: str
 ) -> None:
     tokens, worker = says(cluster, four), four[stuck]
     cluster.decode.behaviour.token_delay_s = 0.05
@@ -80,7 +80,7 @@ async def test_the_requests_of_a_stuck_worker_go_on_elsewhere(
 
 
 @pytest.mark.slow
-async def test_a_worker_that_works_slowly_but_steadily_stays(cluster: Any, four: dict[str, StubWorker]) -> None:
+async def test_a_worker_that_works_slowly_but_steadily_stays(cluster: Cluster, four: dict[str, StubWorker]) -> None:
     tokens = says(cluster, four)
     for worker in (four["d0"], four["d1"]):
         worker.behaviour.token_delay_s = 1.5 * STALL_S / 4  # each token takes long, and every report shows a step
@@ -89,7 +89,7 @@ async def test_a_worker_that_works_slowly_but_steadily_stays(cluster: Any, four:
     assert cluster.metric("tandem_ejections_total") == cluster.metric("tandem_retries_total") == 0
 
 
-async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(cluster: Any) -> None:
+async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(cluster: Cluster) -> None:
     tokens, worker = cluster.says(TEXT), cluster.decode
     worker.behaviour.token_delay_s = 0.05
     task = asyncio.create_task(run(cluster))
@@ -106,7 +106,9 @@ async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(
     await cluster.settled()
 
 
-async def test_a_failing_worker_is_left_out_and_no_answer_is_lost(cluster: Any, four: dict[str, StubWorker]) -> None:
+async def test_a_failing_worker_is_left_out_and_no_answer_is_lost(
+    cluster: Cluster, four: dict[str, StubWorker]
+) -> None:
     tokens = says(cluster, four)
     four["d0"].behaviour.fail_handoffs = 1000
     for _ in range(8):
@@ -118,7 +120,7 @@ async def test_a_failing_worker_is_left_out_and_no_answer_is_lost(cluster: Any, 
     assert health(cluster, four["p0"]) is HealthState.HEALTHY, "its partner in those handoffs worked with others"
 
 
-async def test_a_suspect_whose_canary_fails_is_out(cluster: Any, four: dict[str, StubWorker]) -> None:
+async def test_a_suspect_whose_canary_fails_is_out(cluster: Cluster, four: dict[str, StubWorker]) -> None:
     tokens, worker = says(cluster, four), four["d0"]
     worker.behaviour.fail_handoffs, worker.behaviour.fail_canaries = 3, True
     worker.canaries.clear()
@@ -141,7 +143,9 @@ BLIND = RouterSpec(
 
 @pytest.mark.parametrize("spec", [BLIND], ids=["round robin"])
 @pytest.mark.slow
-async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(cluster: Any, four: dict[str, StubWorker]) -> None:
+async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(
+    cluster: Cluster, four: dict[str, StubWorker]
+) -> None:
     tokens = says(cluster, four)
     four["d0"].behaviour.token_delay_s = 0.1
     for _ in range(20):  # until it shows, also where a busy machine makes the quick one slow at times
@@ -155,7 +159,7 @@ async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(cluster: Any
 
 
 async def test_well_and_idle_workers_hear_no_canaries_and_no_timer_runs(
-    cluster: Any, four: dict[str, StubWorker]
+    cluster: Cluster, four: dict[str, StubWorker]
 ) -> None:
     says(cluster, four)
     await run(cluster)
@@ -167,7 +171,7 @@ async def test_well_and_idle_workers_hear_no_canaries_and_no_timer_runs(
 
 
 class TestReadiness:
-    async def test_a_canary_goes_the_whole_way_once(self, bare: Any) -> None:
+    async def test_a_canary_goes_the_whole_way_once(self, bare: Cluster) -> None:
         await bare.controller.set_workers(bare.prefill)
         await until(lambda: bare.app.dispatcher.fleet.count_ready(Role.PREFILL) == 1)
         assert (await bare.http.get("/ready")).status_code == 503
@@ -178,11 +182,11 @@ class TestReadiness:
         assert bare.metric('tandem_canaries_total{purpose="readiness",result="passed"}') == 1
         assert bare.ends("finished") == 0, "canaries are no requests"
 
-    async def test_without_a_prefill_worker_it_is_local(self, bare: Any) -> None:
+    async def test_without_a_prefill_worker_it_is_local(self, bare: Cluster) -> None:
         await bare.list_workers(bare.decode)
         assert bare.decode.canaries == ["generate"]
 
-    async def test_a_cluster_that_cannot_generate_is_not_ready_until_it_can(self, bare: Any) -> None:
+    async def test_a_cluster_that_cannot_generate_is_not_ready_until_it_can(self, bare: Cluster) -> None:
         bare.decode.behaviour.fail_canaries = True
         await bare.controller.set_workers(bare.decode)
         await until(lambda: bare.metric('tandem_canaries_total{purpose="readiness",result="failed"}') >= 1)
@@ -191,13 +195,13 @@ class TestReadiness:
         bare.decode.behaviour.fail_canaries = False
         await until(lambda: bare.app.service.ready)
 
-    async def test_handoffs_that_fail_leave_it_ready_by_local_prefill(self, bare: Any) -> None:
+    async def test_handoffs_that_fail_leave_it_ready_by_local_prefill(self, bare: Cluster) -> None:
         bare.prefill.behaviour.fail_canaries = True
         await bare.controller.set_workers(bare.prefill, bare.decode)
         await until(lambda: bare.app.service.ready)
         assert bare.decode.canaries[-1] == "generate"
 
-    async def test_the_next_fleet_after_none_is_asked_again(self, cluster: Any) -> None:
+    async def test_the_next_fleet_after_none_is_asked_again(self, cluster: Cluster) -> None:
         cluster.decode.canaries.clear()
         await cluster.list_workers(cluster.prefill)
         assert (await cluster.http.get("/ready")).status_code == 503

@@ -4,12 +4,14 @@ from typing import Any
 import openai
 import pytest
 
+from tests.unit.router.conftest import Cluster
+
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
 
 
-async def test_chat_completion(cluster: Any) -> None:
+async def test_chat_completion(cluster: Cluster) -> None:
     cluster.says("Hello, world.")
     answer = await cluster.openai.chat.completions.create(**CHAT)
     assert answer.choices[0].message.content == "Hello, world."
@@ -20,7 +22,7 @@ async def test_chat_completion(cluster: Any) -> None:
     assert answer.usage.completion_tokens == len(cluster.says("Hello, world."))
 
 
-async def test_a_chat_stream_equals_the_whole_answer(cluster: Any) -> None:
+async def test_a_chat_stream_equals_the_whole_answer(cluster: Cluster) -> None:
     cluster.says("Grüße €5 — done")
     chunks = [
         chunk
@@ -39,7 +41,7 @@ async def test_a_chat_stream_equals_the_whole_answer(cluster: Any) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_a_stream_ends_with_done_and_without_usage_by_default(cluster: Any) -> None:
+async def test_a_stream_ends_with_done_and_without_usage_by_default(cluster: Cluster) -> None:
     cluster.says("ok")
     reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -49,7 +51,7 @@ async def test_a_stream_ends_with_done_and_without_usage_by_default(cluster: Any
 
 
 @pytest.mark.parametrize("prompt", ["Hi", ["Hi"], [70, 71, 72], [[70, 71, 72]]])
-async def test_completion_takes_every_form_of_one_prompt(cluster: Any, prompt: Any) -> None:
+async def test_completion_takes_every_form_of_one_prompt(cluster: Cluster, prompt: Any) -> None:
     cluster.says("fine")
     answer = await cluster.openai.completions.create(model=MODEL, prompt=prompt)
     assert answer.choices[0].text == "fine"
@@ -58,7 +60,7 @@ async def test_completion_takes_every_form_of_one_prompt(cluster: Any, prompt: A
         assert list(work.prompt) == [70, 71, 72]
 
 
-async def test_stop_string_across_tokens_ends_the_text_before_it(cluster: Any) -> None:
+async def test_stop_string_across_tokens_ends_the_text_before_it(cluster: Cluster) -> None:
     cluster.says("one two STOP three")
     answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", stop=["STOP", "\n"])
     assert answer.choices[0].text == "one two "
@@ -69,13 +71,13 @@ async def test_stop_string_across_tokens_ends_the_text_before_it(cluster: Any) -
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-async def test_stop_string_that_never_completes_is_text(cluster: Any) -> None:
+async def test_stop_string_that_never_completes_is_text(cluster: Cluster) -> None:
     cluster.says("one two STO")
     answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", stop=["STOP"])
     assert answer.choices[0].text == "one two STO"
 
 
-async def test_eos_ends_the_answer_without_text_unless_ignored(cluster: Any) -> None:
+async def test_eos_ends_the_answer_without_text_unless_ignored(cluster: Cluster) -> None:
     tokens = cluster.says("ab")
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.answer = lambda prompt: [*tokens, 2, *tokens]
@@ -85,7 +87,7 @@ async def test_eos_ends_the_answer_without_text_unless_ignored(cluster: Any) -> 
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abab", "length")
 
 
-async def test_chat_logprobs(cluster: Any) -> None:
+async def test_chat_logprobs(cluster: Cluster) -> None:
     cluster.says("abc")
     answer = await cluster.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
@@ -96,7 +98,7 @@ async def test_chat_logprobs(cluster: Any) -> None:
     assert without.choices[0].logprobs is None
 
 
-async def test_completion_logprobs(cluster: Any) -> None:
+async def test_completion_logprobs(cluster: Cluster) -> None:
     cluster.says("xyz")
     answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", logprobs=1)
     logprobs = answer.choices[0].logprobs
@@ -106,7 +108,7 @@ async def test_completion_logprobs(cluster: Any) -> None:
     assert all(len(top) == 1 for top in logprobs.top_logprobs)
 
 
-async def test_sampling_reaches_the_workers_resolved(cluster: Any) -> None:
+async def test_sampling_reaches_the_workers_resolved(cluster: Cluster) -> None:
     await cluster.openai.completions.create(
         model=MODEL,
         prompt="Hi",
@@ -130,7 +132,7 @@ async def test_sampling_reaches_the_workers_resolved(cluster: Any) -> None:
     assert same.sampling == sampling
 
 
-async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: Any) -> None:
+async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: Cluster) -> None:
     for _ in range(2):
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12)
     first, second = (work.sampling for work in cluster.decode.works.values())
@@ -138,7 +140,7 @@ async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: A
     assert first.max_tokens == 500
 
 
-async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster: Any) -> None:
+async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster: Cluster) -> None:
     await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=500)
     [work] = cluster.decode.works.values()
     assert work.sampling.max_tokens == 500
@@ -152,7 +154,7 @@ async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster:
             await cluster.openai.chat.completions.create(**CHAT, **limit)
 
 
-async def test_fields_without_effect_are_accepted(cluster: Any) -> None:
+async def test_fields_without_effect_are_accepted(cluster: Cluster) -> None:
     answer = await cluster.openai.chat.completions.create(
         **CHAT,
         n=1,
@@ -188,7 +190,9 @@ async def test_fields_without_effect_are_accepted(cluster: Any) -> None:
         ("completions", {"suffix": "end"}, "suffix"),
     ],
 )
-async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, extra: dict[str, Any], param: str) -> None:
+async def test_unsupported_field_is_refused_by_name(
+    cluster: Cluster, path: str, extra: dict[str, Any], param: str
+) -> None:
     body = (CHAT if path.startswith("chat") else COMPLETION) | extra
     reply = await cluster.http.post(f"/v1/{path}", json=body)
     assert reply.status_code == 400
@@ -242,14 +246,14 @@ async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, ext
         ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     ],
 )
-async def test_bad_field_is_refused_by_name(cluster: Any, path: str, extra: dict[str, Any], param: str) -> None:
+async def test_bad_field_is_refused_by_name(cluster: Cluster, path: str, extra: dict[str, Any], param: str) -> None:
     body = (CHAT if path.startswith("chat") else COMPLETION) | extra
     reply = await cluster.http.post(f"/v1/{path}", json=body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
 
 
-async def test_missing_field_is_named(cluster: Any) -> None:
+async def test_missing_field_is_named(cluster: Cluster) -> None:
     reply = await cluster.http.post("/v1/completions", json={"prompt": "x"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
 
@@ -259,13 +263,13 @@ async def test_missing_field_is_named(cluster: Any) -> None:
     [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b"[" * 30000, b"null"],
     ids=["empty", "cut", "array", "bad utf-8", "lone surrogate", "deep", "null"],
 )
-async def test_body_that_is_no_request_is_refused(cluster: Any, body: bytes) -> None:
+async def test_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes) -> None:
     reply = await cluster.http.post("/v1/completions", content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_body_over_the_limit_is_refused(cluster: Any) -> None:
+async def test_body_over_the_limit_is_refused(cluster: Cluster) -> None:
     async def chunks() -> Any:
         for _ in range(100):
             yield b"x" * 1024
@@ -276,7 +280,7 @@ async def test_body_over_the_limit_is_refused(cluster: Any) -> None:
         assert reply.json()["error"]["code"] == "payload_too_large"
 
 
-async def test_the_error_of_an_unknown_model_lists_the_served_ones(cluster: Any) -> None:
+async def test_the_error_of_an_unknown_model_lists_the_served_ones(cluster: Cluster) -> None:
     with pytest.raises(openai.NotFoundError, match="'tiny'") as caught:
         await cluster.openai.completions.create(model="gpt-9", prompt="x")
     assert caught.value.code == "model_not_found"
@@ -284,14 +288,14 @@ async def test_the_error_of_an_unknown_model_lists_the_served_ones(cluster: Any)
 
 
 @pytest.mark.parametrize("prompt", [[70] * 512, [70] * 600, "x" * 60000])
-async def test_prompt_beyond_the_context_is_refused_with_the_numbers(cluster: Any, prompt: Any) -> None:
+async def test_prompt_beyond_the_context_is_refused_with_the_numbers(cluster: Cluster, prompt: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="512") as caught:
         await cluster.openai.completions.create(model=MODEL, prompt=prompt)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "prompt"
 
 
-async def test_models_health_ready_and_metrics(cluster: Any) -> None:
+async def test_models_health_ready_and_metrics(cluster: Cluster) -> None:
     models = await cluster.openai.models.list()
     assert [model.id for model in models.data] == [MODEL]
     assert (await cluster.openai.models.retrieve(MODEL)).id == MODEL
@@ -303,11 +307,11 @@ async def test_models_health_ready_and_metrics(cluster: Any) -> None:
     assert 'tandem_placements_total{model="tiny",reason="handoff_configured"} 1.0' in text
 
 
-async def test_not_ready_without_a_decode_worker(bare: Any) -> None:
+async def test_not_ready_without_a_decode_worker(bare: Cluster) -> None:
     assert (await bare.http.get("/health")).status_code == 200
     assert (await bare.http.get("/ready")).status_code == 503
 
 
-async def test_wrong_path_and_method_answer_with_an_error_object(cluster: Any) -> None:
+async def test_wrong_path_and_method_answer_with_an_error_object(cluster: Cluster) -> None:
     assert (await cluster.http.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
     assert (await cluster.http.get("/v1/completions")).status_code == 405

@@ -9,13 +9,14 @@ import jsonschema
 import pytest
 
 from router.edge.http import HttpEdge
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
 class TestTokenize:
-    async def test_detokenize_reverses_tokenize(self, cluster: Any) -> None:
+    async def test_detokenize_reverses_tokenize(self, cluster: Cluster) -> None:
         text = "Grüße, 5 € <|im_end|>"
         tokens = (await cluster.http.post("/tokenize", json={"model": MODEL, "prompt": text})).json()
         assert tokens["tokens"] == cluster.tokenizer.encode(text, add_special_tokens=True)
@@ -23,12 +24,12 @@ class TestTokenize:
         back = await cluster.http.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]})
         assert back.json() == {"prompt": text}
 
-    async def test_a_chat_has_as_many_tokens_as_its_answers_usage_says(self, cluster: Any) -> None:
+    async def test_a_chat_has_as_many_tokens_as_its_answers_usage_says(self, cluster: Cluster) -> None:
         reply = await cluster.http.post("/tokenize", json={"model": MODEL, "messages": CHAT})
         answer = await cluster.openai.chat.completions.create(model=MODEL, messages=CHAT)
         assert reply.json()["count"] == answer.usage.prompt_tokens
 
-    async def test_a_remote_client_can_use_the_tokenizer(self, cluster: Any) -> None:
+    async def test_a_remote_client_can_use_the_tokenizer(self, cluster: Cluster) -> None:
         """As lm-eval does: it names no model and adds no special tokens."""
         info = (await cluster.http.get("/tokenizer_info")).json()
         assert info["eos_token"] == "<|im_end|>"
@@ -38,7 +39,7 @@ class TestTokenize:
         assert (await cluster.http.post("/detokenize", json={"tokens": [eos]})).json() == {"prompt": "<|im_end|>"}
         assert (await cluster.http.get("/tokenizer_info?model=nope")).status_code == 404
 
-    async def test_an_empty_text_has_no_tokens(self, cluster: Any) -> None:
+    async def test_an_empty_text_has_no_tokens(self, cluster: Cluster) -> None:
         reply = await cluster.http.post("/tokenize", json={"model": MODEL, "prompt": ""})
         assert reply.json()["tokens"] == []
 
@@ -57,7 +58,7 @@ class TestTokenize:
         ],
     )
     async def test_bad_input_is_named(
-        self, cluster: Any, path: str, body: dict[str, Any], status: int, param: str
+        self, cluster: Cluster, path: str, body: dict[str, Any], status: int, param: str
     ) -> None:
         reply = await cluster.http.post(path, json=body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
@@ -77,7 +78,7 @@ class Document:
 
 
 @pytest.fixture
-async def document(cluster: Any) -> Document:
+async def document(cluster: Cluster) -> Document:
     return Document((await cluster.http.get("/openapi.json")).json())
 
 
@@ -89,7 +90,7 @@ async def test_every_reference_resolves(document: Document) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-async def test_the_document_has_exactly_the_served_paths(cluster: Any, document: Document) -> None:
+async def test_the_document_has_exactly_the_served_paths(cluster: Cluster, document: Document) -> None:
     paths = document.content["paths"]
     for path, operations in paths.items():
         for method in ("get", "post"):
@@ -112,7 +113,7 @@ async def test_the_document_has_exactly_the_served_paths(cluster: Any, document:
     ],
 )
 async def test_answers_and_errors_are_as_documented(
-    cluster: Any, document: Document, path: str, body: dict[str, Any]
+    cluster: Cluster, document: Document, path: str, body: dict[str, Any]
 ) -> None:
     request = document.content["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     document.check({"model": MODEL} | body, request["$ref"].rsplit("/", 1)[1])
@@ -130,7 +131,7 @@ async def test_answers_and_errors_are_as_documented(
         ("/v1/responses", {"input": "Hi"}),
     ],
 )
-async def test_events_are_as_documented(cluster: Any, document: Document, path: str, body: dict[str, Any]) -> None:
+async def test_events_are_as_documented(cluster: Cluster, document: Document, path: str, body: dict[str, Any]) -> None:
     reply = await cluster.http.post(path, json={"model": MODEL, "stream": True} | body)
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     kind = document.answer_of("post", path, 200, "text/event-stream")
@@ -141,6 +142,6 @@ async def test_events_are_as_documented(cluster: Any, document: Document, path: 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/tokenizer_info", "/health", "/ready"])
-async def test_answers_of_get_are_as_documented(cluster: Any, document: Document, path: str) -> None:
+async def test_answers_of_get_are_as_documented(cluster: Cluster, document: Document, path: str) -> None:
     reply = await cluster.http.get(path.replace("{name}", MODEL))
     document.check(reply.json(), document.answer_of("get", path, 200))

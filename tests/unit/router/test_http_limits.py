@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
 
 import pytest
 
 from tandem.config.spec import RouterSpec
-from tests.unit.router.conftest import MODEL
+from tests.unit.router.conftest import MODEL, Cluster
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -21,7 +20,7 @@ def spec() -> RouterSpec:
     return RouterSpec(http_port=0, grpc_port=0, max_connections=4, client_timeout_s=0.4, keep_alive_s=0.4)
 
 
-async def connect(cluster: Any, *said: bytes) -> Connection:
+async def connect(cluster: Cluster, *said: bytes) -> Connection:
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
     for part in said:
         writer.write(part)
@@ -45,14 +44,14 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     ],
     ids=["nothing", "head", "body", "chunks", "the second head"],
 )
-async def test_a_request_that_does_not_end_is_answered_408(cluster: Any, said: list[bytes]) -> None:
+async def test_a_request_that_does_not_end_is_answered_408(cluster: Cluster, said: list[bytes]) -> None:
     reader, writer = await connect(cluster, *said)
     answers = await rest(reader)
     assert answers.rpartition(b"HTTP/1.1")[2].startswith(b" 408 ")
     writer.close()
 
 
-async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluster: Any) -> None:
+async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluster: Cluster) -> None:
     reader, writer = await connect(cluster, HEAD)
 
     async def drip() -> None:
@@ -69,7 +68,7 @@ async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluste
 
 
 @pytest.mark.parametrize(("count", "status"), [(128, b"200"), (129, b"431")])
-async def test_a_request_has_at_most_so_many_headers(cluster: Any, count: int, status: bytes) -> None:
+async def test_a_request_has_at_most_so_many_headers(cluster: Cluster, count: int, status: bytes) -> None:
     body = b'{"model":"tiny","prompt":"x","max_tokens":1}'
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n" % len(body)
     more = b"".join(b"a%d: b\r\n" % number for number in range(count - head.count(b": ")))
@@ -81,21 +80,21 @@ async def test_a_request_has_at_most_so_many_headers(cluster: Any, count: int, s
     assert bool(cluster.decode.received) == (status == b"200")
 
 
-async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
+async def test_a_connection_without_a_request_is_closed(cluster: Cluster) -> None:
     reader, writer = await connect(cluster, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (await rest(reader)).endswith(b'{"status":"ok"}')
     writer.close()
 
 
 @pytest.mark.slow
-async def test_the_client_timeout_does_not_apply_to_the_answer(cluster: Any) -> None:
+async def test_the_client_timeout_does_not_apply_to_the_answer(cluster: Cluster) -> None:
     cluster.says("slowly")
     cluster.decode.behaviour.token_delay_s = 0.3
     assert (await cluster.openai.completions.create(model="tiny", prompt="x")).choices[0].text == "slowly"
     await cluster.settled()
 
 
-async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: Any) -> None:
+async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: Cluster) -> None:
     held = [await connect(cluster, HEAD) for _ in range(4)]
     reader, writer = await connect(cluster)
     answer = await rest(reader)
@@ -109,7 +108,7 @@ async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: 
             await asyncio.sleep(0.05)
 
 
-async def test_two_pipelined_streams_are_answered_in_order(cluster: Any) -> None:
+async def test_two_pipelined_streams_are_answered_in_order(cluster: Cluster) -> None:
     """They share a connection and nothing of their answers."""
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}).encode()
     ask = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)

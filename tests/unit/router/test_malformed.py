@@ -16,6 +16,7 @@ from tandem.config.spec import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 MIB = 1 << 20
@@ -107,7 +108,7 @@ MULTIPLYING = {
 }
 
 
-async def refuse(cluster: Any, path: str, body: bytes, field: str | None = None) -> float:
+async def refuse(cluster: Cluster, path: str, body: bytes, field: str | None = None) -> float:
     started_s = time.process_time()
     reply = await cluster.http.post(f"/v1/{path}", content=body)
     took_s = time.process_time() - started_s
@@ -120,13 +121,13 @@ async def refuse(cluster: Any, path: str, body: bytes, field: str | None = None)
     return took_s
 
 
-async def still_serves(cluster: Any) -> None:
+async def still_serves(cluster: Cluster) -> None:
     cluster.says("fine")
     assert (await cluster.openai.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
     await cluster.settled()
 
 
-async def test_malformed_requests_are_refused_fast(cluster: Any) -> None:
+async def test_malformed_requests_are_refused_fast(cluster: Cluster) -> None:
     await still_serves(cluster)
     for path, body, field in SMALL:
         took_s = min([await refuse(cluster, path, body, field) for _ in range(3)])
@@ -135,7 +136,7 @@ async def test_malformed_requests_are_refused_fast(cluster: Any) -> None:
 
 
 @pytest.mark.soak_only
-async def test_bodies_that_grow_in_the_parser_leave_no_memory_behind(cluster: Any) -> None:
+async def test_bodies_that_grow_in_the_parser_leave_no_memory_behind(cluster: Cluster) -> None:
     process = psutil.Process()
     in_use: list[int] = []
     for _ in range(4):  # the threads of the parser keep the memory of their largest body, once
@@ -147,7 +148,7 @@ async def test_bodies_that_grow_in_the_parser_leave_no_memory_behind(cluster: An
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Any, chunked: bool) -> None:
+async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Cluster, chunked: bool) -> None:
     process = psutil.Process()
     in_use = [process.memory_info().rss]
     for _ in range(3):
@@ -158,7 +159,7 @@ async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Any, chunk
     await still_serves(cluster)
 
 
-async def refused_unread(cluster: Any, chunked: bool) -> None:
+async def refused_unread(cluster: Cluster, chunked: bool) -> None:
     part = b"x" * (256 << 10)
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
     length = b"transfer-encoding: chunked" if chunked else b"content-length: 104857600"
@@ -178,7 +179,7 @@ async def refused_unread(cluster: Any, chunked: bool) -> None:
     writer.close()
 
 
-async def test_grpc_refuses_malformed_requests_too(cluster: Any) -> None:
+async def test_grpc_refuses_malformed_requests_too(cluster: Cluster) -> None:
     many = pb.SamplingParams(stop=["a"] * 10_000)
     requests = [
         pb.GenerateRequest(prompt="x", sampling=many),
@@ -202,7 +203,7 @@ async def test_grpc_refuses_malformed_requests_too(cluster: Any) -> None:
     await still_serves(cluster)
 
 
-async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(cluster: Any) -> None:
+async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(cluster: Cluster) -> None:
     """Two bytes on the wire become a submessage. No client library writes such messages."""
     for method, parts in MULTIPLYING.items():
         for data in parts:
@@ -215,7 +216,7 @@ async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(clust
     await still_serves(cluster)
 
 
-async def test_grpc_echoes_the_clients_ids_as_http_does(cluster: Any) -> None:
+async def test_grpc_echoes_the_clients_ids_as_http_does(cluster: Cluster) -> None:
     cluster.says("fine")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = (("x-request-id", "mine.1"), ("traceparent", trace))
@@ -244,14 +245,14 @@ async def test_grpc_echoes_the_clients_ids_as_http_does(cluster: Any) -> None:
         ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01" + "0" * 400),
     ],
 )
-async def test_ids_of_another_shape_are_not_echoed(cluster: Any, name: str, value: str) -> None:
+async def test_ids_of_another_shape_are_not_echoed(cluster: Cluster, name: str, value: str) -> None:
     call = cluster.inference.ListModels(pb.ListModelsRequest(), metadata=((name, value),))
     assert name not in dict(await call.initial_metadata())
     reply = await cluster.http.get("/health", headers={name: value})
     assert reply.headers.get(name) != value
 
 
-async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(cluster: Any) -> None:
+async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(cluster: Cluster) -> None:
     call = cluster.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
         await call(b"\xff" * 100)
@@ -272,7 +273,7 @@ async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(clu
         "/tandem.v1.Traces/GetTrace",
     ],
 )
-async def test_services_beside_the_clients_refuse_bytes_that_are_no_message(cluster: Any, method: str) -> None:
+async def test_services_beside_the_clients_refuse_bytes_that_are_no_message(cluster: Cluster, method: str) -> None:
     call = cluster.channel.unary_stream(method)(b"\xff" * 100)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()

@@ -13,15 +13,17 @@ from router.requests.request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import ErrorCode, TandemError
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 PROMPT = {"model": MODEL, "prompt": "Hi"}
 EOS = 2
 TEXT = "a long answer"
+Spare = tuple[StubWorker, StubWorker]  # a prefill and a decode worker
 
 
 @pytest.fixture
-async def spare(cluster: Any) -> AsyncIterator[tuple[StubWorker, StubWorker]]:
+async def spare(cluster: Cluster) -> AsyncIterator[Spare]:
     """A second prefill and a second decode worker, less wanted than the first: by name."""
     workers = StubWorker("p1", Role.PREFILL, MODEL), StubWorker("d1", Role.DECODE, MODEL)
     for worker in workers:
@@ -32,7 +34,7 @@ async def spare(cluster: Any) -> AsyncIterator[tuple[StubWorker, StubWorker]]:
         await worker.kill()
 
 
-def says(cluster: Any, text: str, *others: StubWorker) -> list[int]:
+def says(cluster: Cluster, text: str, *others: StubWorker) -> list[int]:
     """All of them answer with `text`, from wherever it has come to."""
     tokens: list[int] = cluster.says(text)
     for worker in others:
@@ -44,7 +46,7 @@ def prompt_of(worker: StubWorker, attempt: int) -> list[int]:
     return next(list(work.prompt) for wire_id, work in worker.works.items() if wire_id.endswith(f".{attempt}"))
 
 
-async def run(cluster: Any, max_tokens: int | None = None) -> tuple[list[int], Final]:
+async def run(cluster: Cluster, max_tokens: int | None = None) -> tuple[list[int], Final]:
     """Tokens and end of one request."""
     submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling(max_tokens=max_tokens)))
     tokens = [token.token_id async for pieces in submitted.stream for piece in pieces for token in piece.tokens]
@@ -52,7 +54,7 @@ async def run(cluster: Any, max_tokens: int | None = None) -> tuple[list[int], F
 
 
 class TestHandoffFailsAfterTheFirstToken:
-    async def test_goes_on_with_other_workers_from_prompt_and_token(self, cluster: Any, spare: Any) -> None:
+    async def test_goes_on_with_other_workers_from_prompt_and_token(self, cluster: Cluster, spare: Spare) -> None:
         p1, d1 = spare
         tokens = says(cluster, TEXT, p1, d1)
         cluster.decode.behaviour.fail_handoffs = 1
@@ -70,7 +72,7 @@ class TestHandoffFailsAfterTheFirstToken:
         assert cluster.ends("finished") == cluster.metric("tandem_requests_total") == 1
         await cluster.settled()
 
-    async def test_the_other_side_is_told(self, cluster: Any) -> None:
+    async def test_the_other_side_is_told(self, cluster: Cluster) -> None:
         cluster.says(TEXT)
         cluster.decode.behaviour.fail_handoffs = 1
         cluster.prefill.behaviour.hold_acknowledgements = True
@@ -78,7 +80,7 @@ class TestHandoffFailsAfterTheFirstToken:
         await until(lambda: any(wire_id.endswith(".1") for wire_id in cluster.prefill.cancelled))
         await cluster.settled()
 
-    async def test_without_another_prefill_worker_the_decode_worker_prefills_it(self, cluster: Any) -> None:
+    async def test_without_another_prefill_worker_the_decode_worker_prefills_it(self, cluster: Cluster) -> None:
         tokens = cluster.says(TEXT)
         cluster.decode.behaviour.fail_handoffs = 1000
         assert (await run(cluster))[0] == tokens
@@ -86,7 +88,7 @@ class TestHandoffFailsAfterTheFirstToken:
         assert cluster.metric('tandem_placements_total{model="tiny",reason="local_prefill_failed"}') == 1
         await cluster.settled()
 
-    async def test_prefill_worker_lost_before_the_blocks_are_there(self, cluster: Any) -> None:
+    async def test_prefill_worker_lost_before_the_blocks_are_there(self, cluster: Cluster) -> None:
         tokens = cluster.says(TEXT)
         cluster.prefill.behaviour.hold_acknowledgements = cluster.decode.behaviour.hold_joins = True
         task = asyncio.create_task(run(cluster))
@@ -96,7 +98,7 @@ class TestHandoffFailsAfterTheFirstToken:
         assert any(wire_id.endswith(".1") for wire_id in cluster.decode.cancelled)
         await cluster.settled()
 
-    async def test_prefill_worker_lost_after_the_blocks_were_there_is_no_matter(self, cluster: Any) -> None:
+    async def test_prefill_worker_lost_after_the_blocks_were_there_is_no_matter(self, cluster: Cluster) -> None:
         tokens = cluster.says(TEXT)
         cluster.prefill.behaviour.hold_acknowledgements = True
         cluster.decode.behaviour.token_delay_s = 0.02
@@ -107,7 +109,7 @@ class TestHandoffFailsAfterTheFirstToken:
         assert (await task)[0] == tokens
         assert cluster.metric("tandem_retries_total") == 0
 
-    async def test_late_words_about_the_old_attempt_are_dropped(self, cluster: Any, spare: Any) -> None:
+    async def test_late_words_about_the_old_attempt_are_dropped(self, cluster: Cluster, spare: Spare) -> None:
         tokens = says(cluster, TEXT, *spare)
         cluster.decode.behaviour.fail_handoffs = 1
         cluster.decode.behaviour.talk_after_failure = True
@@ -117,7 +119,7 @@ class TestHandoffFailsAfterTheFirstToken:
 
 
 class TestDecodeWorkerLost:
-    async def test_goes_on_with_another_in_mid_stream(self, cluster: Any, spare: Any) -> None:
+    async def test_goes_on_with_another_in_mid_stream(self, cluster: Cluster, spare: Spare) -> None:
         p1, d1 = spare
         tokens = says(cluster, TEXT, p1, d1)
         cluster.decode.behaviour.token_delay_s = 0.05
@@ -135,7 +137,7 @@ class TestDecodeWorkerLost:
         assert cluster.metric('tandem_retries_total{code="worker_lost"') == 1
         await cluster.settled()
 
-    async def test_waits_for_its_next_life_when_there_is_no_other(self, cluster: Any) -> None:
+    async def test_waits_for_its_next_life_when_there_is_no_other(self, cluster: Cluster) -> None:
         tokens = cluster.says(TEXT)
         cluster.decode.behaviour.token_delay_s = 0.05
         task = asyncio.create_task(run(cluster))
@@ -150,7 +152,7 @@ class TestDecodeWorkerLost:
         await cluster.settled()
         await fresh.kill()
 
-    async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(self, cluster: Any) -> None:
+    async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(self, cluster: Cluster) -> None:
         cluster.says(TEXT)
         cluster.decode.behaviour.token_delay_s = 0.05
         async with httpx.AsyncClient(base_url=cluster.base_url) as client:
@@ -183,7 +185,7 @@ class TestBreaksAfterEverySecondToken:
             *((TEXT, {"max_tokens": limit}) for limit in (1, 2, 3, 4, 5)),
         ],
     )
-    async def test_the_client_cannot_tell(self, cluster: Any, text: str, options: Any) -> None:
+    async def test_the_client_cannot_tell(self, cluster: Cluster, text: str, options: Any) -> None:
         options = {"max_tokens": len(cluster.says(text))} | options
         whole = await cluster.openai.completions.create(**PROMPT, **options)
         cluster.decode.behaviour.fail_decodes = 1000
@@ -193,7 +195,7 @@ class TestBreaksAfterEverySecondToken:
         assert len(cluster.decode.frames("reserve")) == 1 + (whole.usage.completion_tokens + 1) // 2
         await cluster.settled()
 
-    async def test_chat_with_logprobs(self, cluster: Any) -> None:
+    async def test_chat_with_logprobs(self, cluster: Cluster) -> None:
         ask = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 1}
         ask["max_tokens"] = len(cluster.says(TEXT))
         whole = await cluster.openai.chat.completions.create(**ask)
@@ -203,7 +205,7 @@ class TestBreaksAfterEverySecondToken:
         assert broken.usage == whole.usage
 
     @pytest.mark.parametrize("length", [2, 3, 4])
-    async def test_an_answer_that_was_whole_is_not_continued(self, cluster: Any, length: int) -> None:
+    async def test_an_answer_that_was_whole_is_not_continued(self, cluster: Cluster, length: int) -> None:
         tokens = [*cluster.says("abcdef")[: length - 1], EOS]
         for worker in (cluster.prefill, cluster.decode):
             worker.behaviour.answer = script(tokens)
@@ -214,7 +216,7 @@ class TestBreaksAfterEverySecondToken:
         assert len(cluster.decode.frames("reserve")) == (length + 1) // 2
         await cluster.settled()
 
-    async def test_times_and_counts_are_of_the_whole_answer(self, cluster: Any) -> None:
+    async def test_times_and_counts_are_of_the_whole_answer(self, cluster: Cluster) -> None:
         answer_tokens = len(cluster.says(TEXT))
         cluster.prefill.behaviour.cached_tokens = cluster.decode.behaviour.cached_tokens = 1
         cluster.prefill.behaviour.token_delay_s = 0.01
@@ -236,7 +238,7 @@ class TestBounds:
         always = Disaggregation.ALWAYS
         return RouterSpec(http_port=0, grpc_port=0, disaggregation=always, max_migrations=2, queue_timeout_s=0.5)
 
-    async def test_so_many_migrations_and_then_a_typed_error(self, cluster: Any) -> None:
+    async def test_so_many_migrations_and_then_a_typed_error(self, cluster: Cluster) -> None:
         tokens = cluster.says(TEXT)
         cluster.decode.behaviour.fail_decodes = 1000
         stream = await cluster.openai.completions.create(**PROMPT, stream=True)
@@ -254,7 +256,7 @@ class TestBounds:
         assert cluster.ends("failed") == 1
         await cluster.settled()
 
-    async def test_the_wait_of_a_broken_answer_begins_at_the_break(self, cluster: Any, spare: Any) -> None:
+    async def test_the_wait_of_a_broken_answer_begins_at_the_break(self, cluster: Cluster, spare: Spare) -> None:
         tokens = says(cluster, TEXT, *spare)
         cluster.decode.behaviour.token_delay_s = 0.1
         task = asyncio.create_task(run(cluster))
@@ -262,7 +264,7 @@ class TestBounds:
         await cluster.decode.kill()
         assert (await task)[0] == tokens
 
-    async def test_a_broken_answer_without_a_worker_fails_and_is_not_called_refused(self, cluster: Any) -> None:
+    async def test_a_broken_answer_without_a_worker_fails_and_is_not_called_refused(self, cluster: Cluster) -> None:
         cluster.says(TEXT)
         cluster.decode.behaviour.token_delay_s = 0.1
         task = asyncio.create_task(run(cluster))
@@ -280,7 +282,7 @@ class TestNoMigrations:
     def spec(self) -> RouterSpec:
         return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, max_migrations=0)
 
-    async def test_loss_in_mid_stream_is_a_typed_error(self, cluster: Any) -> None:
+    async def test_loss_in_mid_stream_is_a_typed_error(self, cluster: Cluster) -> None:
         cluster.says(TEXT)
         cluster.decode.behaviour.token_delay_s = 0.1
         stream = await cluster.openai.completions.create(**PROMPT, stream=True)
@@ -293,7 +295,7 @@ class TestNoMigrations:
         assert caught.value.code == "worker_lost"
         assert cluster.ends("failed") == 1
 
-    async def test_loss_before_the_answer_begins_has_its_http_status(self, cluster: Any) -> None:
+    async def test_loss_before_the_answer_begins_has_its_http_status(self, cluster: Cluster) -> None:
         cluster.decode.behaviour.token_delay_s = 0.2
         task = asyncio.create_task(cluster.http.post("/v1/completions", json=PROMPT))
         await until(lambda: bool(cluster.decode.frames("join")))

@@ -19,6 +19,7 @@ from tandem.request import FinishReason, RequestState
 from tandem.telemetry.logs import JsonFormatter, TextFormatter, setup_logging
 from tandem.testing.models import FakeClock
 from tandem.v1 import cluster_pb2, worker_pb2
+from tests.unit.router.conftest import Cluster
 from worker.meters import STEP_BOUNDS_S
 
 DECODE = 'model="tiny",role="decode",worker="d0"'
@@ -34,7 +35,7 @@ def meters(flops: float = 0.0, stepping_s: float = 0.0, **more: Any) -> worker_p
     )
 
 
-async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Any) -> None:
+async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Cluster) -> None:
     bare.decode.meters = meters(flops=1e9, stepping_s=0.01, decode_tokens=7, preemptions=2)
     bare.decode.meters.links.add(peer_worker="p0", transport="mapped", bytes=1 << 20, latency_s=0.001, bytes_per_s=5e8)
     roles = {"p0": cluster_pb2.ROLE_PREFILL, "d0": cluster_pb2.ROLE_DECODE, "d1": cluster_pb2.ROLE_DECODE}
@@ -66,7 +67,7 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Any)
     assert metric("tandem_worker_preemptions_total") == 0  # of a worker that is gone nothing stays
 
 
-async def test_host_tiers_are_shown_of_workers_that_have_one(bare: Any) -> None:
+async def test_host_tiers_are_shown_of_workers_that_have_one(bare: Cluster) -> None:
     bare.decode.host_blocks = worker_pb2.HostBlocks(free=3, used=5, total=8)
     bare.decode.meters = meters(host_blocks_out=20, host_blocks_in=12)
     await bare.list_workers(bare.prefill, bare.decode)
@@ -77,7 +78,7 @@ async def test_host_tiers_are_shown_of_workers_that_have_one(bare: Any) -> None:
     assert not [line for line in lines if line.startswith("tandem_worker_host") and 'worker="d0"' not in line]
 
 
-async def test_clients_cannot_make_the_metrics_grow(cluster: Any) -> None:
+async def test_clients_cannot_make_the_metrics_grow(cluster: Cluster) -> None:
     cluster.says("Hello")
 
     def series() -> set[str]:
@@ -103,7 +104,7 @@ async def test_clients_cannot_make_the_metrics_grow(cluster: Any) -> None:
     assert series() - before == set()
 
 
-async def test_gaps_between_tokens_and_objectives_are_counted(cluster: Any) -> None:
+async def test_gaps_between_tokens_and_objectives_are_counted(cluster: Cluster) -> None:
     tokens = len(cluster.says("Hello there, how are you?"))
     for _ in range(3):
         await cluster.http.post("/v1/completions", json=ASK | {"max_tokens": tokens})
@@ -130,7 +131,7 @@ OFF = ObservabilitySpec(metrics=MetricsSpec(enabled=False))
 
 
 @pytest.mark.parametrize("observability", [OFF], indirect=True)
-async def test_switched_off_nothing_is_counted_and_all_else_works(cluster: Any) -> None:
+async def test_switched_off_nothing_is_counted_and_all_else_works(cluster: Cluster) -> None:
     cluster.says("Hello")
     assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
     answer = await cluster.http.get("/metrics")
@@ -211,7 +212,7 @@ COST = ObservabilitySpec(cost=CostSpec(per_rank_hour=3600.0))
 
 
 @pytest.mark.parametrize("observability", [COST], indirect=True)
-async def test_cost_counts_the_workers_there_should_be(bare: Any) -> None:
+async def test_cost_counts_the_workers_there_should_be(bare: Cluster) -> None:
     bare.controller.places = [
         cluster_pb2.WorkerPlace(worker_id="d0", model="tiny", role=cluster_pb2.ROLE_DECODE, ranks=2, restarts=0)
     ]
@@ -222,7 +223,7 @@ async def test_cost_counts_the_workers_there_should_be(bare: Any) -> None:
 
 
 async def test_logs_name_request_and_trace_and_never_what_was_said(
-    cluster: Any, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a requeued request, at the most verbose level."""
     cluster.says("classified answer")

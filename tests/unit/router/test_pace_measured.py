@@ -1,18 +1,19 @@
 """What requests teach the router about its workers, through the real protocol."""
 
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
 from router.policies.pace import START_PACE
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 TOKEN_DELAY_S = 0.02
 
 
-async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
+async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Cluster) -> None:
     tokens = cluster.says("abcdefghijklmnopqrst")
     cluster.prefill.behaviour.token_delay_s = 20 * TOKEN_DELAY_S
     cluster.decode.behaviour.token_delay_s = TOKEN_DELAY_S
@@ -28,7 +29,7 @@ async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
     assert cluster.app.dispatcher.fleet.estimates.answer_tokens(MODEL) == len(tokens)
 
 
-async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Any) -> None:
+async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Cluster) -> None:
     cluster.prefill.behaviour.cached_tokens = 160
     cluster.prefill.behaviour.token_delay_s = 0.1
     await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256, max_tokens=1)
@@ -40,14 +41,14 @@ async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Any) -> None:
 
 class TestSecondWorker:
     @pytest.fixture
-    async def second(self, bare: Any) -> Any:
+    async def second(self, bare: Cluster) -> AsyncIterator[StubWorker]:
         worker = StubWorker("d1", Role.DECODE, MODEL)
         await worker.start()
         await bare.list_workers(bare.prefill, bare.decode, worker)
         yield worker
         await worker.kill()
 
-    async def test_requests_of_a_user_meet_again(self, bare: Any, second: Any) -> None:
+    async def test_requests_of_a_user_meet_again(self, bare: Cluster, second: StubWorker) -> None:
         for number in range(16):
             used = []
             for _ in range(3):
@@ -65,7 +66,7 @@ class TestRoundRobin(TestSecondWorker):
         always = Disaggregation.ALWAYS
         return RouterSpec(http_port=0, grpc_port=0, disaggregation=always, policy=PolicyName.ROUND_ROBIN)
 
-    async def test_requests_of_a_user_meet_again(self, bare: Any, second: Any) -> None:
+    async def test_requests_of_a_user_meet_again(self, bare: Cluster, second: StubWorker) -> None:
         """Not with this policy: each worker has its turn."""
         for _ in range(4):
             await bare.openai.completions.create(model=MODEL, prompt="Hi", user="one")

@@ -17,6 +17,7 @@ from router.requests.actions import End
 from router.requests.run import RequestRun
 from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 SECRET = ((SECRET_KEY, "only-the-controller-knows"),)
@@ -24,26 +25,26 @@ SALT = b"0123456789abcdef"
 SHARED = "one and the same beginning of forty characters: "
 
 
-def record(cluster: Any, salt: bytes = SALT, model: str = "") -> Any:
+def record(cluster: Cluster, salt: bytes = SALT, model: str = "") -> Any:
     stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
     return stub.RecordRequests(trace_pb2.RecordRequestsRequest(salt=salt, model=model), metadata=SECRET)
 
 
-async def listening(cluster: Any, **options: Any) -> Any:
+async def listening(cluster: Cluster, **options: Any) -> Any:
     tap, before = cluster.app.observers.tap, len(cluster.app.observers.tap._listeners)
     call = record(cluster, **options)
     await until(lambda: len(tap._listeners) == before + 1)
     return call
 
 
-async def ask(cluster: Any, text: str, **more: Any) -> int:
+async def ask(cluster: Cluster, text: str, **more: Any) -> int:
     """Returns the prompt's tokens."""
     answer = await cluster.openai.completions.create(model=MODEL, prompt=text, max_tokens=5, **more)
     tokens: int = answer.usage.prompt_tokens
     return tokens
 
 
-async def test_what_is_recorded_is_a_trace_with_the_shared_prefixes(cluster: Any, tmp_path: Path) -> None:
+async def test_what_is_recorded_is_a_trace_with_the_shared_prefixes(cluster: Cluster, tmp_path: Path) -> None:
     call = await listening(cluster)
     cluster.says("hello")
     texts = (SHARED + "a?", SHARED + "and what else?", "x" * 40)
@@ -65,7 +66,7 @@ async def test_what_is_recorded_is_a_trace_with_the_shared_prefixes(cluster: Any
     assert "beginning" not in path.read_text()
 
 
-async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster: Any) -> None:
+async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster: Cluster) -> None:
     first, second = await listening(cluster), await listening(cluster, salt=b"another salt of 16 or more")
     await ask(cluster, "x" * 64)
     hashes = [set((await call.read()).block_hashes) for call in (first, second)]
@@ -76,7 +77,7 @@ async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster
     await until(lambda: not cluster.app.observers.tap._listeners)
 
 
-async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Any, tmp_path: Path) -> None:
+async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Cluster, tmp_path: Path) -> None:
     call = await listening(cluster)
     cluster.prefill.behaviour.hold_prefills = True
     with pytest.raises(TimeoutError):
@@ -91,7 +92,7 @@ async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: An
 
 
 async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(
-    cluster: Any,
+    cluster: Cluster,
 ) -> None:
     tap = cluster.app.observers.tap
     listen = tap.listen(SALT, "")
@@ -112,13 +113,13 @@ async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_reques
 
 
 @pytest.mark.parametrize("salt", [b"", b"short", b"x" * 65])
-async def test_a_salt_that_hides_nothing_is_refused(cluster: Any, salt: bytes) -> None:
+async def test_a_salt_that_hides_nothing_is_refused(cluster: Cluster, salt: bytes) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await record(cluster, salt=salt).read()
     assert "expected 16 to 64 bytes" in (caught.value.details() or "")
 
 
-async def test_there_may_be_so_many_recordings_at_once(cluster: Any) -> None:
+async def test_there_may_be_so_many_recordings_at_once(cluster: Cluster) -> None:
     calls = [await listening(cluster) for _ in range(MAX_LISTENERS)]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await record(cluster).read()
@@ -128,7 +129,7 @@ async def test_there_may_be_so_many_recordings_at_once(cluster: Any) -> None:
     await until(lambda: not cluster.app.observers.tap._listeners)
 
 
-async def test_only_the_controller_may_record(cluster: Any) -> None:
+async def test_only_the_controller_may_record(cluster: Cluster) -> None:
     stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.RecordRequests(trace_pb2.RecordRequestsRequest(salt=SALT)).read()

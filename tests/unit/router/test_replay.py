@@ -16,7 +16,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.facts import Facts
-from router.requests.recording import KIND, VERSION, Header, Recorder, encoder
+from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
 from router.requests.recording_files import SEGMENTS, RecordingFiles
 from router.requests.replay import RecordedRequest, Replay, ReplayReport
 from router.requests.run import RequestRun
@@ -46,7 +46,9 @@ def new_run() -> RequestRun:
 
 
 def header(version: int = VERSION, *, text: bool = False) -> bytes:
-    return encoder.encode(Header(KIND, version, "9.9", "router-0", text, 1, RouterSpec().model_dump(mode="json")))
+    return encoder.encode(
+        RecordingHeader(KIND, version, "9.9", "router-0", text, 1, RouterSpec().model_dump(mode="json"))
+    )
 
 
 def recorded(*, text: bool = False) -> list[bytes]:

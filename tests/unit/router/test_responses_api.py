@@ -8,18 +8,20 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseCompletedEvent, ResponseTextDeltaEvent
 
+from tests.unit.router.conftest import Cluster
+
 MODEL = "tiny"
 EOS = 2
 
 
-def ends_with_eos(cluster: Any, text: str) -> list[int]:
+def ends_with_eos(cluster: Cluster, text: str) -> list[int]:
     tokens = [*cluster.says(text), EOS]
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.answer = lambda prompt: tokens
     return tokens
 
 
-async def test_text_is_answered_with_text(cluster: Any) -> None:
+async def test_text_is_answered_with_text(cluster: Cluster) -> None:
     tokens = ends_with_eos(cluster, "Hello.")
     create = cluster.openai.responses.create
     answer: Response = await create(model=MODEL, input="Hi", instructions="Be kind.", user="me")
@@ -34,13 +36,13 @@ async def test_text_is_answered_with_text(cluster: Any) -> None:
     assert "user\nHi" in prompt
 
 
-async def test_an_answer_cut_at_max_tokens_is_incomplete(cluster: Any) -> None:
+async def test_an_answer_cut_at_max_tokens_is_incomplete(cluster: Cluster) -> None:
     cluster.says("a long answer")
     answer = await cluster.openai.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-async def test_a_conversation_goes_in_as_items_also_those_of_an_earlier_answer(cluster: Any) -> None:
+async def test_a_conversation_goes_in_as_items_also_those_of_an_earlier_answer(cluster: Cluster) -> None:
     ends_with_eos(cluster, "Vienna")
     first = await cluster.openai.responses.create(model=MODEL, input="Where?")
     items = [
@@ -55,7 +57,7 @@ async def test_a_conversation_goes_in_as_items_also_those_of_an_earlier_answer(c
     assert places == sorted(places)
 
 
-async def test_the_official_client_reads_the_same_answer_from_the_stream(cluster: Any) -> None:
+async def test_the_official_client_reads_the_same_answer_from_the_stream(cluster: Cluster) -> None:
     ends_with_eos(cluster, "Grüße €5")
     events = [event async for event in await cluster.openai.responses.create(model=MODEL, input="Hi", stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -80,7 +82,7 @@ async def test_the_official_client_reads_the_same_answer_from_the_stream(cluster
         assert (await stream.get_final_response()).output_text == "Grüße €5"
 
 
-async def test_logprobs_come_when_included(cluster: Any) -> None:
+async def test_logprobs_come_when_included(cluster: Cluster) -> None:
     ends_with_eos(cluster, "abc")
     answer = await cluster.openai.responses.create(
         model=MODEL, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2
@@ -90,7 +92,7 @@ async def test_logprobs_come_when_included(cluster: Any) -> None:
     assert all(each.logprob == -0.5 and len(each.top_logprobs) == 2 for each in logprobs)
 
 
-async def test_a_failure_in_mid_stream_is_an_event(cluster: Any) -> None:
+async def test_a_failure_in_mid_stream_is_an_event(cluster: Cluster) -> None:
     cluster.says("a long answer")
     cluster.decode.behaviour.fail_decodes = 10_000
     reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "stream": True})
@@ -115,7 +117,7 @@ async def test_a_failure_in_mid_stream_is_an_event(cluster: Any) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.type"),
     ],
 )
-async def test_unsupported_fields_are_refused_by_name(cluster: Any, extra: dict[str, Any], param: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(cluster: Cluster, extra: dict[str, Any], param: str) -> None:
     reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | extra)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (400, param, "unsupported_field")
@@ -137,12 +139,12 @@ async def test_unsupported_fields_are_refused_by_name(cluster: Any, extra: dict[
         ({"frobnicate": 1}, "frobnicate"),
     ],
 )
-async def test_a_bad_field_is_named(cluster: Any, extra: dict[str, Any], param: str) -> None:
+async def test_a_bad_field_is_named(cluster: Cluster, extra: dict[str, Any], param: str) -> None:
     reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | extra)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
-async def test_nothing_is_stored(cluster: Any) -> None:
+async def test_nothing_is_stored(cluster: Cluster) -> None:
     answer = await cluster.openai.responses.create(model=MODEL, input="Hi", store=True)
     with pytest.raises(openai.NotFoundError):
         await cluster.openai.responses.retrieve(answer.id)

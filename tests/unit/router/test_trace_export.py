@@ -26,6 +26,7 @@ from tandem.request import RequestState
 from tandem.telemetry.trace_context import TraceContext
 from tandem.v1 import inference_pb2
 from tests.conftest import Authority
+from tests.unit.router.conftest import Cluster
 
 CONTEXT = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True)
 PATIENCE_S = 30.0  # less than the exporter goes on trying
@@ -158,7 +159,7 @@ def observability(receiver: OtlpReceiver) -> ObservabilitySpec:
     return ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint, sample_ratio=0.0))
 
 
-async def test_http_and_grpc_callers_have_their_traces_continued(cluster: Any, receiver: OtlpReceiver) -> None:
+async def test_http_and_grpc_callers_have_their_traces_continued(cluster: Cluster, receiver: OtlpReceiver) -> None:
     cluster.says("Hello")
     by_http, by_grpc = "a" * 32, "b" * 32
     answer = await cluster.http.post(

@@ -11,22 +11,23 @@ import pytest
 from router.edge.traces import SECRET_KEY
 from router.testing.stub_worker import BLOCK_BYTES, until
 from tandem.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 PROMPT = {"model": MODEL, "prompt": "Hi"}
 SECRET = (("tandem-controller-secret", "only-the-controller-knows"),)
 
 
-def traces(cluster: Any) -> trace_pb2_grpc.TracesAsyncStub:
+def traces(cluster: Cluster) -> trace_pb2_grpc.TracesAsyncStub:
     stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
     return stub
 
 
-async def get(cluster: Any, request_id: str) -> trace_pb2.RequestTrace:
+async def get(cluster: Cluster, request_id: str) -> trace_pb2.RequestTrace:
     return await traces(cluster).GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), metadata=SECRET)
 
 
-async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Any) -> None:
+async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Cluster) -> None:
     assert SECRET[0][0] == SECRET_KEY
     raw = await cluster.openai.completions.with_raw_response.create(**PROMPT)
     answer = raw.parse()
@@ -38,7 +39,7 @@ async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Any) -
     assert (await get(cluster, ids[0])).request_id == ids[0]
 
 
-async def test_a_clients_own_id_finds_its_trace(cluster: Any) -> None:
+async def test_a_clients_own_id_finds_its_trace(cluster: Cluster) -> None:
     named = {"x-request-id": "shop:order-17"}
     answer = await cluster.openai.completions.create(**PROMPT, extra_headers=named)
     assert (await get(cluster, "shop:order-17")).request_id == answer.id.removeprefix("cmpl-")
@@ -51,12 +52,12 @@ async def test_a_clients_own_id_finds_its_trace(cluster: Any) -> None:
     assert shown.json()["request"]["request_id"] == ids[0]
 
 
-async def test_of_several_answers_the_first_is_found(cluster: Any) -> None:
+async def test_of_several_answers_the_first_is_found(cluster: Cluster) -> None:
     answer = await cluster.openai.completions.create(**PROMPT, n=2)
     assert (await get(cluster, answer.id)).request_id == f"{answer.id.removeprefix('cmpl-')}-0"
 
 
-async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
+async def test_a_trace_has_both_sides_and_their_account(cluster: Cluster) -> None:
     answer = await cluster.openai.completions.create(**PROMPT)
     trace = await get(cluster, answer.id)
     assert (trace.model, trace.state, trace.completion_tokens) == (MODEL, "finished", answer.usage.completion_tokens)
@@ -69,7 +70,7 @@ async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
     assert attempt.overlap_share == 0.5
 
 
-async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(cluster: Any) -> None:
+async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(cluster: Cluster) -> None:
     cluster.prefill.behaviour.sent_report_after_s = 0.2
     answer = await cluster.openai.completions.create(**PROMPT)
     assert not (await get(cluster, answer.id)).attempts[0].HasField("sent")
@@ -77,7 +78,7 @@ async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(
     assert (await get(cluster, answer.id)).attempts[0].HasField("sent")
 
 
-async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_without(cluster: Any) -> None:
+async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_without(cluster: Cluster) -> None:
     cluster.decode.behaviour.refuse_reservations = 1
     cluster.prefill.behaviour.prefill_wait_s = cluster.decode.behaviour.prefill_wait_s = 0.03
     cluster.prefill.behaviour.token_delay_s = cluster.decode.behaviour.token_delay_s = 0.02
@@ -98,7 +99,7 @@ async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_wi
     assert summed("prefill") > 2 * 0.02 - way_s
 
 
-async def test_stages_bytes_and_pieces_are_metrics(cluster: Any) -> None:
+async def test_stages_bytes_and_pieces_are_metrics(cluster: Cluster) -> None:
     await cluster.openai.completions.create(**PROMPT)
     for stage, seconds in {"connect": 0.001, "pieces": 0.002, "verify": 0.001, "join": 0.001}.items():
         labels = f'{{model="tiny",stage="{stage}"}}'
@@ -111,7 +112,7 @@ async def test_stages_bytes_and_pieces_are_metrics(cluster: Any) -> None:
     assert cluster.metric("tandem_handoff_overlap_share_sum") == 0.5
 
 
-async def test_a_failed_handoff_is_counted_by_its_cause_and_stays_in_the_trace(cluster: Any) -> None:
+async def test_a_failed_handoff_is_counted_by_its_cause_and_stays_in_the_trace(cluster: Cluster) -> None:
     cluster.decode.behaviour.fail_handoffs = 1
     answer = await cluster.openai.completions.create(**PROMPT)
     failures = 'tandem_handoff_failures_total{cause="digest_mismatch",model="tiny"}'
@@ -121,20 +122,20 @@ async def test_a_failed_handoff_is_counted_by_its_cause_and_stays_in_the_trace(c
     assert [(each.error, each.cause) for each in trace.attempts] == [("handoff_failed", "digest_mismatch"), ("", "")]
 
 
-async def test_a_refused_reservation_is_an_attempt(cluster: Any) -> None:
+async def test_a_refused_reservation_is_an_attempt(cluster: Cluster) -> None:
     cluster.decode.behaviour.refuse_reservations = 1
     answer = await cluster.openai.completions.create(**PROMPT)
     first, second = (await get(cluster, answer.id)).attempts
     assert (first.error, first.cause, second.error) == ("kv_exhausted", "", "")
 
 
-async def test_the_latest_are_listed_first(cluster: Any) -> None:
+async def test_the_latest_are_listed_first(cluster: Cluster) -> None:
     ids = [(await cluster.openai.completions.create(**PROMPT)).id for _ in range(3)]
     listed = await traces(cluster).ListTraces(trace_pb2.ListTracesRequest(limit=2), metadata=SECRET)
     assert [f"cmpl-{trace.request_id}" for trace in listed.traces] == [ids[2], ids[1]]
 
 
-async def test_an_unknown_id_is_not_found_with_what_to_do(cluster: Any) -> None:
+async def test_an_unknown_id_is_not_found_with_what_to_do(cluster: Cluster) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await get(cluster, "nobody")
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
@@ -142,7 +143,7 @@ async def test_an_unknown_id_is_not_found_with_what_to_do(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("metadata", [(), (("tandem-controller-secret", "guess"),)])
-async def test_clients_may_not_look_at_each_others_requests(cluster: Any, metadata: Any) -> None:
+async def test_clients_may_not_look_at_each_others_requests(cluster: Cluster, metadata: Any) -> None:
     answer = await cluster.openai.completions.create(**PROMPT)
     calls: list[Awaitable[object]] = [
         traces(cluster).GetTrace(trace_pb2.GetTraceRequest(request_id=answer.id), metadata=metadata),

@@ -23,6 +23,8 @@ from router.edge.traces import SECRET_KEY
 from router.service import RouterService
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.v1 import inference_pb2, trace_pb2
+from tests.unit.router.auth.conftest import Keys
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 REFUSED = grpc.StatusCode.UNAUTHENTICATED
@@ -52,7 +54,7 @@ def requests() -> Iterator[tuple[str, str, AccessLevel]]:
             yield method, path, HTTP_ACCESS[route.path]
 
 
-def wrong_headers(keys: Any) -> list[dict[str, str]]:
+def wrong_headers(keys: Keys) -> list[dict[str, str]]:
     right, other = keys.texts["operator"], keys.texts["acme"]
     values = [
         "", "Bearer", "Bearer x", right, f"Basic {right}", f"Token {right}", f"Bearer {right}x",
@@ -82,7 +84,7 @@ def test_unlisted_routes_and_methods_require_an_admin() -> None:
     assert {method.split("/")[1] for method in methods} == {"grpc.health.v1.Health"}
 
 
-async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Any, keys: Any) -> None:
+async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Cluster, keys: Keys) -> None:
     for method, path, access in requests():
         for headers in wrong_headers(keys):
             answer = await cluster.http.request(method, path, headers=headers)
@@ -100,7 +102,7 @@ async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Any, keys: An
     assert cluster.metric('tandem_requests_total{code="invalid_api_key"') > 100
 
 
-async def test_every_route_accepts_the_keys_that_it_requires(cluster: Any, keys: Any) -> None:
+async def test_every_route_accepts_the_keys_that_it_requires(cluster: Cluster, keys: Keys) -> None:
     for method, path, access in requests():
         plain = await cluster.http.request(method, path, headers=keys.bearer("acme"))
         admin = await cluster.http.request(method, path, headers=keys.bearer("operator"))
@@ -132,7 +134,7 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize("more", ["", OVERRIDES], ids=["plain", "overridden"])
-async def test_no_spelling_of_a_path_bypasses_authentication(cluster: Any, more: str) -> None:
+async def test_no_spelling_of_a_path_bypasses_authentication(cluster: Cluster, more: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x"})
     for trick in TRICKS:
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
@@ -150,7 +152,7 @@ async def test_no_spelling_of_a_path_bypasses_authentication(cluster: Any, more:
     assert not cluster.prefill.received
 
 
-async def call(cluster: Any, method: str, metadata: Any = ()) -> grpc.StatusCode:
+async def call(cluster: Cluster, method: str, metadata: Any = ()) -> grpc.StatusCode:
     """The status of a call of any type of method; OK once it gets an answer.
 
     As one that takes one message, it is the same on the wire; a client's stream that is refused before it has written
@@ -166,7 +168,7 @@ async def call(cluster: Any, method: str, metadata: Any = ()) -> grpc.StatusCode
     return grpc.StatusCode.OK
 
 
-async def test_every_method_refuses_a_missing_or_wrong_key(cluster: Any, keys: Any) -> None:
+async def test_every_method_refuses_a_missing_or_wrong_key(cluster: Cluster, keys: Keys) -> None:
     wrong = [tuple(headers.items()) for headers in wrong_headers(keys)]
     wrong = [each for each in wrong if all(len(value) < 5000 for _, value in each)]  # else the transport refuses it
     wrong.append((("authorization-bin", b"Bearer " + keys.texts["operator"].encode()),))
@@ -181,7 +183,7 @@ async def test_every_method_refuses_a_missing_or_wrong_key(cluster: Any, keys: A
         assert await call(cluster, method, ((SECRET_KEY, "only-the-controller-knows"),)) is not REFUSED
 
 
-async def test_every_method_accepts_the_keys_that_it_requires(cluster: Any, keys: Any) -> None:
+async def test_every_method_accepts_the_keys_that_it_requires(cluster: Cluster, keys: Keys) -> None:
     for method in METHODS:
         if GRPC_ACCESS[method] is AccessLevel.CALLER:
             code = await call(cluster, method, keys.metadata("acme"))
@@ -190,7 +192,7 @@ async def test_every_method_accepts_the_keys_that_it_requires(cluster: Any, keys
         assert await call(cluster, trick) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_refusal_has_google_rpc_details(cluster: Any) -> None:
+async def test_a_refusal_has_google_rpc_details(cluster: Cluster) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await cluster.inference.ListModels(inference_pb2.ListModelsRequest())
     assert refused.value.code() is REFUSED

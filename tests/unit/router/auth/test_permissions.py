@@ -25,6 +25,8 @@ from tandem.errors import Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb
+from tests.unit.router.auth.conftest import Keys
+from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
 LONG = "the same words of every tenant " * 8
@@ -34,7 +36,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def is_known(cluster: Any, keys: Any, tenant: str) -> bool:
+def is_known(cluster: Cluster, keys: Keys, tenant: str) -> bool:
     """Whether the router has loaded the key of a tenant from the file."""
     calls = cluster.app.service.calls
     try:
@@ -46,14 +48,14 @@ def is_known(cluster: Any, keys: Any, tenant: str) -> bool:
     return True
 
 
-async def complete(cluster: Any, headers: dict[str, str], **body: Any) -> httpx.Response:
+async def complete(cluster: Cluster, headers: dict[str, str], **body: Any) -> httpx.Response:
     answer: httpx.Response = await cluster.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 4} | body, headers=headers
     )
     return answer
 
 
-async def salts(cluster: Any, *asked: tuple[dict[str, str], dict[str, Any]]) -> list[bytes]:
+async def salts(cluster: Cluster, *asked: tuple[dict[str, str], dict[str, Any]]) -> list[bytes]:
     """The cache salts that the worker received."""
     found = []
     for headers, body in asked:
@@ -64,7 +66,7 @@ async def salts(cluster: Any, *asked: tuple[dict[str, str], dict[str, Any]]) -> 
     return found
 
 
-async def test_each_tenant_has_its_own_salt_and_a_clients_salt_divides_it_further(cluster: Any, keys: Any) -> None:
+async def test_each_tenant_has_its_own_salt_and_a_clients_salt_divides_it_further(cluster: Cluster, keys: Keys) -> None:
     acme, rival = keys.bearer("acme"), keys.bearer("rival")
     own, again, other, salted, other_salted = await salts(
         cluster,
@@ -86,7 +88,7 @@ async def test_each_tenant_has_its_own_salt_and_a_clients_salt_divides_it_furthe
     assert cluster.decode.works[new].cache_salt == salted, "over gRPC as over HTTP"
 
 
-async def test_the_tenant_is_that_of_the_key_and_only_admins_may_name_another(cluster: Any, keys: Any) -> None:
+async def test_the_tenant_is_that_of_the_key_and_only_admins_may_name_another(cluster: Cluster, keys: Keys) -> None:
     refused = await complete(cluster, keys.bearer("acme") | {"x-tandem-tenant": "rival"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-tenant")
     own, for_acme = await salts(
@@ -95,7 +97,7 @@ async def test_the_tenant_is_that_of_the_key_and_only_admins_may_name_another(cl
     assert own == for_acme
 
 
-async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, keys: Any) -> None:
+async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Cluster, keys: Keys) -> None:
     keys.add("narrow", models=("other",), priorities=("batch",))
     await until(lambda: is_known(cluster, keys, "narrow"))
     headers = keys.bearer("narrow")
@@ -128,7 +130,7 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, ke
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster: Any, keys: Any) -> None:
+async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster: Cluster, keys: Keys) -> None:
     keys.add("nightly", priorities=("batch",))
     keys.add("lost", priorities=("gone-class",))
     await until(lambda: is_known(cluster, keys, "lost"))
@@ -138,7 +140,9 @@ async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster
     assert (await complete(cluster, keys.bearer("lost"))).status_code == 403
 
 
-async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(cluster: Any, keys: Any, tmp_path: Path) -> None:
+async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(
+    cluster: Cluster, keys: Keys, tmp_path: Path
+) -> None:
     cluster.says("one two three four")
     keys.add("few", limits=LimitsSpec(requests_per_minute=3))
     keys.add("short", limits=LimitsSpec(tokens_per_minute=30))
@@ -168,7 +172,7 @@ async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(cluster: A
 
 
 async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
-    cluster: Any, keys: Any, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = keys.bearer("acme")
     record = api_keys.rotate(_record(keys, "acme"), datetime.now(UTC), grace=timedelta(hours=1), expires=None)
@@ -195,7 +199,9 @@ async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
     assert (await complete(cluster, old)).status_code == 401
 
 
-async def test_an_open_stream_stops_answering_when_its_key_is_removed(cluster: Any, keys: Any, tmp_path: Path) -> None:
+async def test_an_open_stream_stops_answering_when_its_key_is_removed(
+    cluster: Cluster, keys: Keys, tmp_path: Path
+) -> None:
     cluster.says("hello")
     keys.add("leaver")
     await until(lambda: is_known(cluster, keys, "leaver"))
@@ -216,18 +222,18 @@ async def test_an_open_stream_stops_answering_when_its_key_is_removed(cluster: A
     assert (line["tenant"], line["outcome"]) == ("leaver", "finished"), "that of the request that it answered"
 
 
-def _record(keys: Any, tenant: str) -> api_keys.KeyRecord:
+def _record(keys: Keys, tenant: str) -> api_keys.KeyRecord:
     return read_keys(keys.path).find(keys.ids[tenant])
 
 
-async def _until_status(cluster: Any, headers: dict[str, str], status: int) -> None:
+async def _until_status(cluster: Cluster, headers: dict[str, str], status: int) -> None:
     async with asyncio.timeout(60):
         while (await cluster.http.get("/v1/models", headers=headers)).status_code != status:
             await asyncio.sleep(0.1)
 
 
 async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_keys(
-    cluster: Any, keys: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "router")
     caplog.set_level(logging.DEBUG, "uvicorn")
@@ -276,7 +282,7 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
 
 
 async def test_the_audit_line_of_a_refused_request_names_the_requested_model(
-    cluster: Any, keys: Any, tmp_path: Path
+    cluster: Cluster, keys: Keys, tmp_path: Path
 ) -> None:
     long_name = "x" * 1000
     await cluster.http.post("/v1/completions", json={"model": long_name, "prompt": "a"}, headers=keys.bearer("acme"))
@@ -289,7 +295,7 @@ async def test_the_audit_line_of_a_refused_request_names_the_requested_model(
     assert (rpc["model"], rpc["outcome"], rpc["request_id"]) == ("nowhere", "rejected", "shop-17")
 
 
-async def test_the_client_of_the_command_line_sends_its_key(cluster: Any, keys: Any) -> None:
+async def test_the_client_of_the_command_line_sends_its_key(cluster: Cluster, keys: Keys) -> None:
     cluster.says("hello")
     asked = chat_request([pb.ChatMessage(role="user", content="x")], model="", temperature=0.0, max_tokens=4)
     events = [event async for event in generate(cluster.channel, asked, keys.texts["acme"])]
@@ -299,7 +305,7 @@ async def test_the_client_of_the_command_line_sends_its_key(cluster: Any, keys: 
 
 
 async def test_the_audit_line_of_a_cut_off_answer_is_cancelled_with_its_tokens(
-    cluster: Any, keys: Any, tmp_path: Path
+    cluster: Cluster, keys: Keys, tmp_path: Path
 ) -> None:
     cluster.says("word " * 40)
     cluster.decode.behaviour.token_delay_s = 0.02
