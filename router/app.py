@@ -11,7 +11,7 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.feed import Feed
 from router.dashboard.source import SnapshotSource
@@ -26,10 +26,10 @@ from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
 from router.observe.metrics.requests import RouterMetrics
-from router.observe.observation import Observation
+from router.observe.metrics.scraped import ScrapedMetrics
 from router.observers import Observers
 from router.policies.estimates import Estimates
-from router.policies.profiles import policy_profile
+from router.policies.named_policies import policy_profile
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.probes.health_watch import HealthWatch
@@ -120,7 +120,7 @@ class RouterApp:
 
     def _watch_fleet(self) -> None:
         launch, fleet, clock = self._launch, self.dispatcher.fleet, self._clock
-        self._observation = Observation(self._registry, launch, fleet, self._export, clock)
+        self._scraped = ScrapedMetrics(self._registry, launch, fleet, self._export, clock)
         certificates = (("edge", launch.router.tls), ("internal", launch.tls))
         self._registry.register(CertificateCollector({use: tls.cert for use, tls in certificates if tls is not None}))
         health_metrics = HealthMetrics(self._registry, fleet.health)
@@ -130,7 +130,7 @@ class RouterApp:
 
     def _new_service(self) -> RouterService:
         launch, clock = self._launch, self._clock
-        self._calls = Calls(
+        self._calls = CallGate(
             launch.auth, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
         )
         sample_ratio = launch.observability.tracing.sample_ratio if self._export else None
@@ -208,7 +208,7 @@ class RouterApp:
         )
         if self._follower is not None:
             self._follower.start()
-        self._observation.start()
+        self._scraped.start()
         if self._export is not None:
             self._export.start()
         self._directory.start()
@@ -218,7 +218,7 @@ class RouterApp:
         await self._directory.close()
         await self.dispatcher.drain(self._launch.router.drain_timeout_s)
         self._watch.close()
-        self._observation.close()
+        self._scraped.close()
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
@@ -235,7 +235,7 @@ class RouterApp:
 
     def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
-        self._observation.set_directory(directory)
+        self._scraped.set_directory(directory)
         fleet.set_directory(directory.workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())

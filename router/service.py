@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from router.auth.call import Call
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
@@ -31,7 +31,7 @@ class RouterService:
         executor: Executor,
         readiness: Readiness,
         terms: TermsParser,
-        calls: Calls,
+        calls: CallGate,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id

@@ -16,7 +16,7 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
 from router.observe.paces import Paces
-from router.policies.profiles import policy_profile
+from router.policies.named_policies import policy_profile
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore

@@ -11,7 +11,7 @@ import grpc
 
 from router.auth.access import grpc_access
 from router.auth.call import Call
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.auth.principal import AccessLevel
 from router.request_ids import client_request_id, trace_id_of
 from tandem.errors import TandemError
@@ -25,7 +25,7 @@ _OPEN = (AccessLevel.PUBLIC, AccessLevel.CONTROLLER)
 class GrpcGate(grpc.aio.ServerInterceptor):
     """Handlers get the call with their context: see `call_of`."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallGate) -> None:
         self._calls = calls
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.auth.access import http_access
 from router.auth.call import Call
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.auth.principal import AccessLevel
 from router.request_ids import trace_id_of
 from tandem.errors import TandemError, Unauthenticated
@@ -19,7 +19,7 @@ _REALM = 'realm="tandem"'
 
 
 class HttpGate:
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallGate) -> None:
         self._calls = calls
 
     def guard(self, routes: Sequence[BaseRoute]) -> None:

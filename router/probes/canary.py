@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from router.observe.metrics.health import CanaryResult
 from router.requests.actions import Action, ChooseDecode, End, Frame, Opening, Requeue
-from router.requests.carried import Carried
 from router.requests.events import Cancelled, Event, Queued, Started, Submitted, WorkerGone
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
+from router.requests.run_on_links import RunOnLinks
 from router.terms import RequestTerms
 from router.workers.fleet import Fleet, Worker
 from tandem.clock import Clock
@@ -58,7 +58,7 @@ class Canary:
         terms = RequestTerms(priority="")  # it is not queued
         assembler = OutputAssembler(_EmptyDecoder(), PROMPT, (), frozenset())
         self._run = RequestRun(request, assembler, terms, clock.now_s(), max_migrations=0)
-        self._carried = Carried(self._run, request, None, self, fleet.link)
+        self._on_links = RunOnLinks(self._run, request, None, self, fleet.link)
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
 
     def start(self, decode: Worker, prefill: Worker | None) -> None:
@@ -69,7 +69,7 @@ class Canary:
         """Ends the canary as failed."""
         self.on(self._run, Cancelled())
 
-    # ---- as router.requests.carried.EventSink
+    # ---- as router.requests.run_on_links.EventSink
 
     def on(self, run: RequestRun, event: Event) -> None:
         self.perform(run, run.on(event, self._clock.now_s()))
@@ -87,7 +87,7 @@ class Canary:
     def _perform(self, run: RequestRun, action: Action) -> None:
         match action:
             case Frame():
-                if self._carried.send(action) is None and isinstance(action, Opening):
+                if self._on_links.send(action) is None and isinstance(action, Opening):
                     self.on(run, WorkerGone(action.worker, WorkerLost(f"worker {action.worker.worker_id} was lost")))
             case ChooseDecode():
                 self._was_refused = True

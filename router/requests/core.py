@@ -13,7 +13,7 @@ from collections import deque
 from typing import Protocol
 
 from router.admission.admission import Admission
-from router.policies.policy import PlacementPolicy
+from router.policies.placement import PlacementPolicy
 from router.policies.types import Placement, WaitReason
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterable
 
 from router.admission.admission import Admission
-from router.policies.policy import PlacementPolicy
+from router.policies.placement import PlacementPolicy
 from router.prefix_index.mirror import PrefixMirror
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.carried import Carried
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import OutputAssembler, ResponseStream, TextPiece
 from router.requests.recording import Recorder
 from router.requests.request import ServingModel, ValidRequest
 from router.requests.run import RequestRun
+from router.requests.run_on_links import RunOnLinks
 from router.terms import RequestTerms
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
@@ -49,7 +49,7 @@ class Dispatcher:
         self._is_recorded = recorder is not None
         self._max_migrations = spec.max_migrations
         self._default_terms = RequestTerms(spec.classes[0].name)
-        self._carried: dict[RequestRun, Carried] = {}
+        self._on_links: dict[RequestRun, RunOnLinks] = {}
         self._deadlines: dict[RequestRun, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_pump_due = False
@@ -73,7 +73,9 @@ class Dispatcher:
         assembler = OutputAssembler(model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids)
         run = RequestRun(request, assembler, terms, self._clock.now_s(), self._max_migrations)
         stream = ResponseStream(request.request_id, lambda: self.core.on(run, ev.Cancelled()))
-        self._carried[run] = Carried(run, request, stream, self.core, self.fleet.link, is_recorded=self._is_recorded)
+        self._on_links[run] = RunOnLinks(
+            run, request, stream, self.core, self.fleet.link, is_recorded=self._is_recorded
+        )
         if self.draining:
             error = UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
             self.core.refuse(run, error)
@@ -129,27 +131,27 @@ class Dispatcher:
     # ---- the core's Carrier
 
     def send(self, run: RequestRun, frame: act.Frame) -> int | None:
-        return self._carried[run].send(frame)
+        return self._on_links[run].send(frame)
 
     def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
-        stream = self._carried[run].stream
+        stream = self._on_links[run].stream
         if stream is None:
             return True
         if isinstance(output, TextPiece):
             return stream.put(output)
-        stream.prompt_scores = tuple(output.tokens)  # type: ignore[arg-type]  # as `Carried.on_prompt_scores` got them
+        stream.prompt_scores = tuple(output.tokens)  # type: ignore[arg-type]  # as `RunOnLinks.on_prompt_scores` got them
         return True
 
     def ended(self, run: RequestRun, end: act.End) -> None:
-        carried = self._carried.pop(run)
+        on_links = self._on_links.pop(run)
         if (timer := self._deadlines.pop(run, None)) is not None:
             timer.cancel()
-        if carried.stream is None:
+        if on_links.stream is None:
             return
         if end.final is not None:
-            carried.stream.finish(end.final)
+            on_links.stream.finish(end.final)
         elif end.error is not None:
-            carried.stream.fail(end.error)
+            on_links.stream.fail(end.error)
 
     def pump_soon(self) -> None:
         """Once for all that comes in one turn of the event loop, and not at once: a frame may have more events."""

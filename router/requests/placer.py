@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.policies.policy import PlacementPolicy
+from router.policies.placement import PlacementPolicy
 from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.prefix_index.mirror import WorkerKey

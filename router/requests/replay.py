@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvtransfer.causes import HandoffFault, parse_cause
-from router.policies.policy import PlacementPolicy
-from router.policies.profiles import policy_profile
+from router.policies.named_policies import policy_profile
+from router.policies.placement import PlacementPolicy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act

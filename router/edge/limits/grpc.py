@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import call_of
 from router.edge.limits.proto import decoder
 from router.request_ids import echoed, name_call
@@ -48,7 +48,7 @@ class GuardedServer:
     """
 
     def __init__(
-        self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: Calls | None = None
+        self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: CallGate | None = None
     ) -> None:
         """`calls`: gets the end of each call that GrpcGate began."""
         self._server = server

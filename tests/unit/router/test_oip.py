@@ -17,7 +17,7 @@ from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
 from tandem.oip import grpc_predict_v2_pb2 as oip
-from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceAsyncStub, GRPCInferenceServiceStub
+from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
 from tandem.rpc.grpc_errors import error_from_rpc
 from tests.unit.router.conftest import Cluster
 
@@ -26,8 +26,8 @@ Tensor = oip.ModelInferRequest.InferInputTensor
 
 
 @pytest.fixture
-def stub(bare: Cluster) -> GRPCInferenceServiceAsyncStub:
-    return GRPCInferenceServiceStub(bare.channel)
+def stub(bare: Cluster) -> oip_grpc.GRPCInferenceServiceAsyncStub:
+    return oip_grpc.GRPCInferenceServiceStub(bare.channel)
 
 
 def param(value: object) -> oip.InferParameter:
@@ -66,7 +66,7 @@ def outputs(reply: oip.ModelInferResponse) -> Mapping[str, Any]:
     return found
 
 
-async def test_liveness_readiness_and_metadata(bare: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_liveness_readiness_and_metadata(bare: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
     assert (await stub.ServerLive(oip.ServerLiveRequest())).live
     assert not (await stub.ServerReady(oip.ServerReadyRequest())).ready
     assert not (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL))).ready
@@ -86,7 +86,7 @@ async def test_liveness_readiness_and_metadata(bare: Cluster, stub: GRPCInferenc
     assert isinstance(error_from_rpc(caught.value), ModelNotFound)
 
 
-async def test_text_is_answered_with_text(cluster: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_text_is_answered_with_text(cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
     tokens = cluster.says("Hello €")
     reply = await stub.ModelInfer(text_request(temperature=0.5, max_tokens=20, seed=7, top_k=3, ignore_eos=True))
     assert outputs(reply) == {"text_output": "Hello €", "output_ids": tokens, "finish_reason": "length"}
@@ -97,7 +97,7 @@ async def test_text_is_answered_with_text(cluster: Cluster, stub: GRPCInferenceS
     assert not sampling.stop_token_ids
 
 
-async def test_sampling_may_be_a_json_tensor(cluster: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_sampling_may_be_a_json_tensor(cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
     cluster.says("one STOP two")
     request = text_request()
     request.inputs.append(bytes_tensor("sampling_parameters", json.dumps({"stop": ["STOP"], "top_p": 0.5}).encode()))
@@ -108,14 +108,16 @@ async def test_sampling_may_be_a_json_tensor(cluster: Cluster, stub: GRPCInferen
     ("datatype", "contents"), [("INT64", "int64_contents"), ("INT32", "int_contents"), ("UINT32", "uint_contents")]
 )
 async def test_token_ids_of_every_width(
-    cluster: Cluster, stub: GRPCInferenceServiceAsyncStub, datatype: str, contents: str
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub, datatype: str, contents: str
 ) -> None:
     await stub.ModelInfer(ids_request([70, 71, 72], datatype, **{contents: [70, 71, 72]}))
     [work] = cluster.decode.works.values()
     assert list(work.prompt) == [70, 71, 72]
 
 
-async def test_raw_tensors_are_answered_with_raw_tensors(cluster: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_raw_tensors_are_answered_with_raw_tensors(
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub
+) -> None:
     tokens = cluster.says("fine")
     request = oip.ModelInferRequest(
         model_name=MODEL,
@@ -131,7 +133,7 @@ async def test_raw_tensors_are_answered_with_raw_tensors(cluster: Cluster, stub:
 
 
 async def test_a_stream_answers_its_requests_in_order_and_survives_a_bad_one(
-    cluster: Cluster, stub: GRPCInferenceServiceAsyncStub
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub
 ) -> None:
     tokens = cluster.says("Grüße")
 
@@ -154,7 +156,7 @@ async def test_a_stream_answers_its_requests_in_order_and_survives_a_bad_one(
     assert "temperature" in failed.error_message
 
 
-async def test_a_disconnect_cancels_the_request(cluster: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_a_disconnect_cancels_the_request(cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     calls = [stub.ModelInfer(text_request()), stub.ModelStreamInfer(iter([text_request()]))]
     unary = asyncio.ensure_future(calls[0])
@@ -249,7 +251,9 @@ BAD: list[tuple[oip.ModelInferRequest, type[Exception], str]] = [
 ]
 
 
-async def test_bad_requests_are_refused_with_their_field(cluster: Cluster, stub: GRPCInferenceServiceAsyncStub) -> None:
+async def test_bad_requests_are_refused_with_their_field(
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub
+) -> None:
     for request, kind, field in BAD:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(request)

@@ -16,8 +16,8 @@ from itertools import count
 
 import pytest
 
+from router.policies.named_policies import policy_profile
 from router.policies.pace import START_PACE
-from router.policies.profiles import policy_profile
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 

@@ -5,9 +5,9 @@ import pytest
 from msgspec import structs
 
 from router.policies.costs import ttft_s
+from router.policies.named_policies import policy_profile
 from router.policies.pace import START_PACE, Pace
-from router.policies.policy import PlacementPolicy
-from router.policies.profiles import policy_profile
+from router.policies.placement import PlacementPolicy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, WaitReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 

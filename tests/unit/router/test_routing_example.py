@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s, ttft_s
+from router.policies.named_policies import policy_profile
 from router.policies.pace import BATCH_SIZES, START_PACE
-from router.policies.profiles import policy_profile
 from router.policies.types import Candidate, Placement, PlacementQuery
 from tandem.config.spec import RouterSpec
 

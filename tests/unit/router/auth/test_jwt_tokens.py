@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
 from router.auth.authenticator import Authenticator
-from router.auth.calls import Calls
+from router.auth.call_gate import CallGate
 from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
 from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
 from router.auth.principal import AccessLevel
@@ -238,7 +238,7 @@ async def test_keys_roll_over_and_an_unreachable_issuer_leaves_the_old_keys(issu
     url = f"http://127.0.0.1:{issuer.server_port}/keys"
     clock = FakeClock()
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=url))
-    calls = Calls(auth, None, clock, lambda refused: None)
+    calls = CallGate(auth, None, clock, lambda refused: None)
 
     async def authenticate(given: str) -> str:
         call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")

@@ -16,7 +16,7 @@ from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError, TandemError
 
 
-class Calls:
+class CallGate:
     """Args:
     salt_secret: the cluster's secret for cache salts; None: a secret of this router alone.
     on_refused: called for each call that fails authentication.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.policies.filters import HasPrefillRoom, NotExcluded
 from router.policies.local_prefill import LocalPrefill
-from router.policies.policy import PlacementPolicy, Policy
+from router.policies.placement import PlacementPolicy, Policy
 from router.policies.scores import (
     CachedPrefix,
     ExpectedTime,

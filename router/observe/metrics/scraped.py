@@ -20,7 +20,7 @@ from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
 
 
-class Observation:
+class ScrapedMetrics:
     """The collectors in `registry` that are read at a scrape. `start` needs a running event loop."""
 
     def __init__(

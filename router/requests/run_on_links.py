@@ -29,7 +29,7 @@ class EventSink(Protocol):
     def perform(self, run: RequestRun, actions: deque[act.Action]) -> None: ...
 
 
-class Carried:
+class RunOnLinks:
     """One run on the links (a `router.workers.link.RequestSink`). `stream` None: no client reads."""
 
     __slots__ = ("_core", "_is_recorded", "_link_of", "_request", "_work", "run", "stream")
