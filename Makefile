@@ -6,8 +6,12 @@ SHELL := /bin/sh
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+# In collection order: the tests of whole clusters take longest and begin first.
+IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
@@ -31,18 +35,18 @@ demo: $(RUNTIME)  ## Start 1 prefill and 1 decode worker, answer three prompts, 
 up: $(RUNTIME)  ## Start a cluster and keep it up (ARGS="--prefill 2 --decode 1")
 	@$(BIN)/tandem up $(ARGS)
 
-test: $(DEV)  ## Run the tests, at most 8 minutes on two cores (ARGS="tests/unit/planner -k roofline")
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+test: $(DEV)  ## Run the tests, at most 8 minutes on two cores (JOBS=2, ARGS="tests/unit/planner -k roofline")
+	$(PYTEST) $(IN_PARALLEL) $(ARGS)
 
 test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not soak_only and not system" $(ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "not soak_only and not system" $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
 	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m system $(ARGS)
+	$(PYTEST) -m system $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
-	TANDEM_SOAK=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "soak or soak_only" $(ARGS)
+	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" $(ARGS)
 
 bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
 	@$(BIN)/python -m benchmarks.handoff $(ARGS)

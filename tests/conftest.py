@@ -25,7 +25,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+WHOLE = {"e2e", "system"}  # folders whose tests share one cluster, or a port that a reader would use
+ROOT = Path(__file__).parent
 CLEAR = 1e-3  # by how much a best logit must lead for an fp32 test to rest on it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes (`make test`), each file runs in one of them, so that its fixtures start once."""
+    for item in items:
+        inside = item.path.relative_to(ROOT)
+        item.add_marker(pytest.mark.xdist_group(inside.parts[0] if inside.parts[0] in WHOLE else str(inside)))
 
 
 class Reference:
