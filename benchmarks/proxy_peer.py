@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.router_bench import OTHER_CORES, ROUTER_CORE, answers_at, free_ports, on_cores
+from benchmarks.router_bench import OTHER_CORES, ROUTER_CORE, answers_at, on_cores
+from cluster.spec.resolve import free_ports
 
 PACKAGE = "sglang_router"
 
@@ -60,7 +61,7 @@ def _start(answer_tokens: int, step_ms: float) -> tuple[subprocess.Popen[str], s
             [*command, "--step-ms", str(step_ms)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
     worker_port = int(server.stdout.readline()) if server.stdout else 0
-    port, metrics_port = free_ports(2)
+    port, metrics_port = free_ports("127.0.0.1", "127.0.0.1")
     command = [sys.executable, "-m", "benchmarks.proxy_peer", str(port), str(metrics_port)]
     with on_cores(ROUTER_CORE):
         process = subprocess.Popen([*command, f"http://127.0.0.1:{worker_port}"], stdout=subprocess.DEVNULL)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.router_stubs import BLOCK_TOKENS, CLUSTER, FINGERPRINT
+from cluster.spec.resolve import free_ports
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.spec import RouterSpec
@@ -119,7 +119,7 @@ async def running(setup: RouterSetup) -> AsyncIterator[RouterBench]:
             stubs = _start_stubs(folder, setup.stub_options)
         try:
             controller = json.loads(stubs.stdout.readline())["controller"] if stubs.stdout else ""
-            ports = free_ports(2)
+            ports = free_ports("127.0.0.1", "127.0.0.1")
             with on_cores(ROUTER_CORE):
                 router = _start_router(folder, setup, controller, ports)
             try:
@@ -155,14 +155,6 @@ def _start_router(folder: Path, setup: RouterSetup, controller: str, ports: Sequ
     path = folder / "router.json"
     path.write_text(launch.model_dump_json())
     return subprocess.Popen([sys.executable, "-m", "router", "--launch", str(path)])
-
-
-def free_ports(count: int) -> list[int]:
-    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports
 
 
 async def answers_at(port: int, path: str, router: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
+LEAST_FREE_PORT = 20000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 Progress = Callable[[str], None]
 
@@ -155,10 +158,21 @@ def _bind_error(host: str, port: int) -> OSError | None:
 
 
 def free_ports(*hosts: str) -> list[int]:
-    """One free port per host, all different."""
+    """One free port per host, all different. Not of those that the system gives to connections: one of them could be
+    taken before it is used."""
     with ExitStack() as held:
-        probes = [held.enter_context(socket.create_server((host, 0))) for host in hosts]
-        return [probe.getsockname()[1] for probe in probes]
+        return [held.enter_context(_free_socket(host)).getsockname()[1] for host in hosts]
+
+
+def _free_socket(host: str) -> socket.socket:
+    below = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else LEAST_FREE_PORT
+    lasting = range(LEAST_FREE_PORT, below)
+    for port in random.sample(lasting, min(64, len(lasting))):
+        try:
+            return socket.create_server((host, port))
+        except OSError:  # used by another
+            continue
+    return socket.create_server((host, 0))
 
 
 def needed_bytes(model: ResolvedModel) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -25,6 +24,8 @@ import psutil
 import pytest
 import yaml
 
+from cluster.spec.resolve import free_ports
+
 READY_TIMEOUT_S = 300.0
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
 
@@ -38,14 +39,6 @@ class Golden:
     prompt_ids: list[int]
     greedy_ids: list[int]
     greedy_text: str
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
 
 
 @dataclass
@@ -149,7 +142,7 @@ class Cluster:
 
 
 def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = None, ca: Path | None = None) -> Cluster:
-    http_port, grpc_port, admin_port = free_ports(3)
+    http_port, grpc_port, admin_port = free_ports(*3 * ["127.0.0.1"])
     config = folder / "cluster.yaml"
     settings: dict[str, Any] = {
         "router": {"http_port": http_port, "grpc_port": grpc_port},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from cluster.spec.resolve import free_ports
 from deploy.grafana.dashboards import DASHBOARDS
 from tandem.testing.models import write_tiny_llama
 
@@ -89,8 +89,8 @@ def start_prometheus(tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
             "scrape_configs": [{"job_name": "tandem", "static_configs": [{"targets": [target]}]}],
         }
         (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        (port,) = free_ports("127.0.0.1")
+        address = f"127.0.0.1:{port}"
         command = ["prometheus", f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/data"]
         with (tmp_path / "prometheus.log").open("wb") as log:
             listen = [f"--web.listen-address={address}", "--log.level=warn"]

@@ -18,8 +18,9 @@ import openai
 import psutil
 import pytest
 
+from cluster.spec.resolve import free_ports
 from tandem.testing.models import random_prompt, write_tiny_llama
-from tests.e2e.conftest import Cluster, free_ports
+from tests.e2e.conftest import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VOCAB = 300
@@ -36,7 +37,7 @@ class RayNodes:
     """A Ray cluster whose nodes are all on this machine, each with one CPU."""
 
     def __init__(self, folder: Path) -> None:
-        (self._port,) = free_ports(1)
+        (self._port,) = free_ports(HOST)
         self._log = folder / "ray.log"
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = f"{HOST}:{self._port}"

