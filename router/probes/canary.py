@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from router.observe.metrics.health import CanaryResult
@@ -72,19 +71,10 @@ class Canary:
     # ---- as router.requests.run_on_links.EventSink
 
     def on(self, run: RequestRun, event: Event) -> None:
-        self.perform(run, run.on(event, self._clock.now_s()))
+        run.on(event, self._clock.now_s())
+        run.carry_out(self.perform)
 
-    def perform(self, run: RequestRun, actions: deque[Action]) -> None:
-        if run.is_performing:
-            return
-        run.is_performing = True
-        try:
-            while actions:
-                self._perform(run, actions.popleft())
-        finally:
-            run.is_performing = False
-
-    def _perform(self, run: RequestRun, action: Action) -> None:
+    def perform(self, run: RequestRun, action: Action) -> None:
         match action:
             case Frame():
                 if self._on_links.send(action) is None and isinstance(action, Opening):

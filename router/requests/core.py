@@ -9,7 +9,6 @@ The router runs it behind `router.requests.dispatcher`, the simulator behind `pl
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Protocol
 
 from router.admission.admission import Admission
@@ -113,24 +112,13 @@ class RequestCore:
 
     def on(self, run: RequestRun, event: ev.Event) -> None:
         """Feeds an event to a run and carries out what it wants done."""
-        now_s = self._clock.now_s()
         if self._recorder is None:
-            self.perform(run, run.on(event, now_s))
+            run.on(event, self._clock.now_s())
         else:
-            self.perform(run, self._recorder.on(run, event, now_s))
+            self._recorder.on(run, event, self._clock.now_s())
+        run.carry_out(self.perform)
 
-    def perform(self, run: RequestRun, actions: deque[act.Action]) -> None:
-        """Carries actions out in order. What carrying one out leads to comes after those that were there."""
-        if run.is_performing:
-            return
-        run.is_performing = True
-        try:
-            while actions:
-                self._perform(run, actions.popleft())
-        finally:
-            run.is_performing = False
-
-    def _perform(self, run: RequestRun, action: act.Action) -> None:
+    def perform(self, run: RequestRun, action: act.Action) -> None:
         if isinstance(action, (TextPiece, act.EmitPromptScores)):
             if not self._carrier.emit(run, action):
                 self.on(run, ev.ReaderBehind())

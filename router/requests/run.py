@@ -136,6 +136,17 @@ class RequestRun:
         _HANDLERS[type(event)](self, event)
         return self._actions
 
+    def carry_out(self, perform: Callable[[RequestRun, act.Action], None]) -> None:
+        """Gives `perform` each action, in order. What carrying one out leads to comes after those that were there."""
+        if self.is_performing:
+            return
+        self.is_performing = True
+        try:
+            while self._actions:
+                perform(self, self._actions.popleft())
+        finally:
+            self.is_performing = False
+
     def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> TextPiece | None:
         """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if there is nothing else to do,
         as nearly always; None: see `actions`."""

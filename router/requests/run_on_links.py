@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,7 +25,7 @@ class EventSink(Protocol):
 
     def on(self, run: RequestRun, event: ev.Event) -> None: ...
 
-    def perform(self, run: RequestRun, actions: deque[act.Action]) -> None: ...
+    def perform(self, run: RequestRun, action: act.Action) -> None: ...
 
 
 class RunOnLinks:
@@ -126,7 +125,7 @@ class RunOnLinks:
             return
         piece = run.on_token(link.key, token, now_s)
         if piece is None:
-            self._core.perform(run, run.actions)
+            run.carry_out(self._core.perform)
         elif self.stream is not None and not self.stream.put(piece):
             self._core.on(run, ev.ReaderBehind())
 
