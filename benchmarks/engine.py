@@ -5,7 +5,7 @@
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. Limits and peers are measured in the
 same run, alternating with Tandem. `scripts/engine-peers.sh` installs the peers; without them their lines have no
-reference. docs/performance.md explains each figure.
+reference. docs/performance-method.md explains each figure.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. If there is a physical limit,
 `reference` is that limit, measured in the same run, alternating with Tandem, and `ratio` is value over limit. Values
 are medians after a warm-up, on pools whose pages are resident, with one thread for tensor work per process.
-docs/performance.md explains each figure.
+docs/performance-method.md explains each figure.
 """
 
 from __future__ import annotations

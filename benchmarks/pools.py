@@ -5,7 +5,7 @@ compared with static splits.
     python -m benchmarks.pools --figure role_change
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target, `ratio`
-value over target. docs/performance.md explains each figure. Figures that need the step times of this machine are
+value over target. docs/performance-method.md explains each figure. Figures that need the step times of this machine are
 omitted without --cost FILE; if FILE does not exist, the run measures the step times and writes it.
 """
 

@@ -5,7 +5,7 @@
     python -m benchmarks.router --trace mooncake_conversation.jsonl
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the same work done by
-a peer in the same run, if one is installed. Medians, one thread. docs/performance.md explains each figure.
+a peer in the same run, if one is installed. Medians, one thread. docs/performance-method.md explains each figure.
 """
 
 from __future__ import annotations

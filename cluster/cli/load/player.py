@@ -60,7 +60,7 @@ Progress = Callable[[int], None]  # requests that have ended
 
 @dataclass(slots=True)
 class _Reported:
-    """What the server reports at the end of responses, beside the recorder's own measurements."""
+    """What the server reports at the end of responses, beside our own measurements."""
 
     prompt_tokens: list[int]
     output_tokens: list[int]
@@ -87,7 +87,7 @@ class Player:
                 raise InputError(f"{trace.name}: class: expected {expected}, got {priority[:40]!r}", field="class")
         self._trace, self._prompts, self._client, self._limits = trace, prompts, client, limits
         self._slo, self._progress = slo, progress
-        self._recorder = RunMeasurements(len(trace), trace.arrival_s, slo)
+        self._measurements = RunMeasurements(len(trace), trace.arrival_s, slo)
         self._reported = _Reported(trace.prompt_tokens.tolist(), trace.output_tokens.tolist())
         self._connections = asyncio.Semaphore(limits.connections)
         self._start_s = 0.0
@@ -127,70 +127,70 @@ class Player:
         return LoadRequest(self._prompts.of(index), int(self._trace.output_tokens[index]), priority)
 
     async def _run_one(self, index: int, request: LoadRequest) -> None:
-        record, arrival_s = self._recorder, float(self._trace.arrival_s[index])
+        measured, arrival_s = self._measurements, float(self._trace.arrival_s[index])
         async with self._connections:
             self._reported.lag_s.append(max(0.0, self._now_s() - arrival_s))
             try:
                 async with _request_timeout(self._limits.timeout_s):
                     response = await self._client.send(request, lambda tokens: self._received(index, tokens))
             except TandemError as error:
-                record.refusals[error.code.value] = record.refusals.get(error.code.value, 0) + 1
-                refused = error.code in _REFUSALS and np.isnan(record.first_token_s[index])
-                record.end(index, RequestState.REJECTED if refused else RequestState.FAILED)
+                measured.refusals[error.code.value] = measured.refusals.get(error.code.value, 0) + 1
+                refused = error.code in _REFUSALS and np.isnan(measured.first_token_s[index])
+                measured.end(index, RequestState.REJECTED if refused else RequestState.FAILED)
             else:
                 self._record_response(index, arrival_s, response)
         if self._progress is not None:
-            self._progress(record.ended)
+            self._progress(measured.ended)
 
     def _received(self, index: int, tokens: int) -> None:
-        record, now_s = self._recorder, self._now_s()
-        if np.isnan(record.first_token_s[index]):
-            record.first_token(index, now_s)
+        measured, now_s = self._measurements, self._now_s()
+        if np.isnan(measured.first_token_s[index]):
+            measured.first_token(index, now_s)
         else:
-            record.intervals.add(now_s - float(record.last_token_s[index]))
-        record.intervals.add(0.0, max(0, tokens - 1))  # tokens that arrived together with the previous one
-        record.last_token_s[index] = now_s
+            measured.intervals.add(now_s - float(measured.last_token_s[index]))
+        measured.intervals.add(0.0, max(0, tokens - 1))  # tokens that arrived together with the previous one
+        measured.last_token_s[index] = now_s
 
     def _record_response(self, index: int, arrival_s: float, response: LoadResponse) -> None:
-        record, reported = self._recorder, self._reported
-        if not response.output_tokens or np.isnan(record.first_token_s[index]):
-            record.refusals["empty_answer"] = record.refusals.get("empty_answer", 0) + 1
-            record.end(index, RequestState.FAILED)
+        measured, reported = self._measurements, self._reported
+        if not response.output_tokens or np.isnan(measured.first_token_s[index]):
+            measured.refusals["empty_answer"] = measured.refusals.get("empty_answer", 0) + 1
+            measured.end(index, RequestState.FAILED)
             return
         reported.output_tokens[index] = response.output_tokens
         if response.prompt_tokens is not None:
             reported.prompt_tokens[index] = response.prompt_tokens
         if response.cached_tokens is not None:
             reported.has_cached = True
-            record.cached_tokens[index] = response.cached_tokens
+            measured.cached_tokens[index] = response.cached_tokens
         if response.queue_s is not None:
-            record.dispatched_s[index] = arrival_s + response.queue_s
+            measured.dispatched_s[index] = arrival_s + response.queue_s
         if response.handed_off is not None:
             reported.has_handoffs = True
-            record.handoffs += response.handed_off
+            measured.handoffs += response.handed_off
             reported.kv_bytes += response.kv_bytes_moved or 0
-        record.end(index, RequestState.FINISHED)
+        measured.end(index, RequestState.FINISHED)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() - self._start_s
 
     def _result(self, target: str) -> LoadResult:
-        recorder, reported, played = self._recorder.head(self._due), self._reported, self._trace.head(self._due)
+        measured, reported, played = self._measurements.head(self._due), self._reported, self._trace.head(self._due)
         lag_s = LatencyQuantiles.of(np.array(reported.lag_s))
         served = replace(
             played,
             prompt_tokens=np.array(reported.prompt_tokens[: self._due], np.int64),
             output_tokens=np.array(reported.output_tokens[: self._due], np.int64),
-            notes=(*played.notes, *self._notes(recorder, lag_s)),
+            notes=(*played.notes, *self._notes(measured, lag_s)),
         )
-        fields = outcome_fields(served, self._slo, recorder)
-        fields |= {"complete": recorder.ended == len(self._trace)}
+        fields = outcome_fields(served, self._slo, measured)
+        fields |= {"complete": measured.ended == len(self._trace)}
         fields |= {} if reported.has_cached else {"hit_rate": None}
         fields |= {} if reported.has_handoffs else {"handoffs": None}
         kv_bytes = float(reported.kv_bytes) if reported.has_handoffs else None
         return LoadResult(**fields, kv_bytes_moved=kv_bytes, target=target, send_lag_s=lag_s)
 
-    def _notes(self, recorder: RunMeasurements, lag_s: LatencyQuantiles) -> list[str]:
+    def _notes(self, measured: RunMeasurements, lag_s: LatencyQuantiles) -> list[str]:
         notes = []
         if lag_s.p99 is not None and lag_s.p99 > LATE_S:
             notes.append(
@@ -201,7 +201,7 @@ class Player:
             ("prompts", self._reported.prompt_tokens, self._trace.prompt_tokens),
             ("answers", self._reported.output_tokens, self._trace.output_tokens),
         ):
-            mine = recorder.finished
+            mine = measured.finished
             longer = np.array(got[: self._due])[mine].sum() / max(1, wanted[: self._due][mine].sum()) - 1
             if abs(longer) > 0.01:
                 notes.append(f"{name} were {abs(longer):.0%} {'longer' if longer > 0 else 'shorter'} than in the trace")
