@@ -3,8 +3,8 @@
     python -m benchmarks.engine_device              # minutes; 16 GB of weights on disk, twice that in GPU memory
     python -m benchmarks.engine_device --quick      # the same code, tiny, on the CPU: checks that it runs
 
-Prints one JSON line per figure, like benchmarks.engine; docs/performance-method.md explains each. Weights are random bfloat16
-in the shape of an 8B model. Limits are measured in the same run.
+Prints one JSON line per figure, like benchmarks.engine; docs/performance-method.md explains each. Weights are random
+bfloat16 in the shape of an 8B model. Limits are measured in the same run.
 """
 
 from __future__ import annotations

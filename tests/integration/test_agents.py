@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from tandem.config.spec import EngineSpec, TransportKind
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter, RequestResult
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
     ],
 )
 async def test_a_replaced_agent_takes_new_handoffs(
-    pair: StartPair, tmp_path: Path, reference_for: Callable[[Path], Any], transport: TransportKind, side: str
+    pair: StartPair, tmp_path: Path, reference_for: Callable[[Path], Reference], transport: TransportKind, side: str
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
     expected = reference_for(model_dir).answer(random_prompt(50, VOCAB), GREEDY)

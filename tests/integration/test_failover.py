@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from router.workers.health import HealthState
 from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 from tests.integration.conftest import Routed, StartRouted
 
 VOCAB = 300
@@ -90,7 +91,7 @@ def unbroken_text(decoder: TokenDecoder, prompt: Sequence[int], tokens: Sequence
     return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
 
-def asks_for(reference: Any, decoder: TokenDecoder) -> list[Ask]:
+def asks_for(reference: Reference, decoder: TokenDecoder) -> list[Ask]:
     """Greedy ones with logprobs and sampled ones. Half of all end at a stop string, which is the middle half of the
     answer: wherever in there a break comes, the string lies across it."""
     asks: list[Ask] = []
@@ -151,7 +152,7 @@ async def kill_one_under_all(live: Routed, asks: list[Ask], role: Role) -> list[
 @pytest.mark.soak
 @pytest.mark.slow
 async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
-    routed: StartRouted, reference_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     async with routed(model_dir, prefill=2, decode=2, engine=ENGINE) as live:
@@ -170,7 +171,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
 @pytest.mark.slow
 async def test_a_frozen_engine_is_out_and_back_after_a_canary(
-    routed: StartRouted, reference_for: Any, tmp_path: Path, role: Role
+    routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, role: Role
 ) -> None:
     """Its rank hangs; its service and agents still answer, and every connection stands."""
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)

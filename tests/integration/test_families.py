@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter
 
@@ -21,7 +21,7 @@ ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)
 
 @pytest.mark.slow
 async def test_a_handoff_between_two_and_two_ranks(
-    pair: StartPair, some_family_dir: Path, reference_for: Callable[[Path], Any]
+    pair: StartPair, some_family_dir: Path, reference_for: Callable[[Path], Reference]
 ) -> None:
     hand, prompt = ManualRouter(), random_prompt(100, 320)
     expected = reference_for(some_family_dir).answer(prompt, GREEDY)

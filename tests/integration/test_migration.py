@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from router.service import RouterService
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 from tests.integration.conftest import StartRouted
 
 VOCAB = 300
@@ -60,7 +62,7 @@ class Asked:
     ],
 )
 async def test_every_answer_is_whole_whatever_is_killed(
-    routed: StartRouted, reference_for: Any, tmp_path: Path, worker_id: str, process: str
+    routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, worker_id: str, process: str
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     kinds = (GREEDY, SEEDED, GREEDY, PENALISED)

@@ -21,6 +21,7 @@ from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
+from tests.conftest import Reference
 
 until = partial(within, timeout_s=60.0)
 
@@ -57,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab=VOCAB, heads=4, kv_heads=2, seed=1)
 
 
-def streams(reference: Any, first_seed: int = 0) -> list[Stream]:
+def streams(reference: Reference, first_seed: int = 0) -> list[Stream]:
     found: list[Stream] = []
     seed = first_seed
     while len(found) < STREAMS:
@@ -82,7 +83,7 @@ async def told(running: LiveWorkers, worker_id: str, *, role: Role | None = None
 
 
 async def test_requests_move_between_decode_workers_and_their_clients_do_not_notice(
-    routed: Callable[..., Any], tiny: Path, reference_for: Callable[[Path], Any]
+    routed: Callable[..., Any], tiny: Path, reference_for: Callable[[Path], Reference]
 ) -> None:
     asked = streams(reference_for(tiny))
     async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:
@@ -106,7 +107,7 @@ async def test_requests_move_between_decode_workers_and_their_clients_do_not_not
 
 
 async def test_workers_change_their_roles_in_place_and_keep_what_they_cached(
-    routed: Callable[..., Any], tiny: Path, reference_for: Callable[[Path], Any]
+    routed: Callable[..., Any], tiny: Path, reference_for: Callable[[Path], Reference]
 ) -> None:
     asked = streams(reference_for(tiny), first_seed=100)
     async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:

@@ -19,6 +19,7 @@ from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter, WorkerSession
 
@@ -54,11 +55,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reference(reference_for: Callable[[Path], Any], tiny: Path) -> Any:
+def reference(reference_for: Callable[[Path], Reference], tiny: Path) -> Reference:
     return reference_for(tiny)
 
 
-async def test_aggregated(pair: StartPair, tiny: Path, reference: Any) -> None:
+async def test_aggregated(pair: StartPair, tiny: Path, reference: Reference) -> None:
     """Tokens, and logprobs the same as through a handoff."""
     hand = ManualRouter()
     async with pair(tiny, engine=ENGINE) as live:
@@ -78,7 +79,7 @@ async def test_aggregated(pair: StartPair, tiny: Path, reference: Any) -> None:
 
 
 async def test_through_an_encrypted_handoff(
-    pair: StartPair, tiny: Path, reference: Any, authority: Callable[[str], Any]
+    pair: StartPair, tiny: Path, reference: Reference, authority: Callable[[str], Any]
 ) -> None:
     hand = ManualRouter()
     tls = TlsSpec(**authority("ours").issue("worker"))
@@ -125,7 +126,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 )
 @pytest.mark.slow
 async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
-    pair: StartPair, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+    pair: StartPair, tiny: Path, reference: Reference, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     hand = ManualRouter()
     engine = ENGINE.model_copy(update={"kv_blocks": 32, "host_kv_memory_bytes": 4 << 20})
@@ -146,7 +147,7 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
 
 @pytest.mark.parametrize("ends_by", ["length", pytest.param("stop token", marks=pytest.mark.slow)])
 async def test_answers_that_end_at_their_first_token_fail_no_handoff(
-    pair: StartPair, tiny: Path, reference: Any, ends_by: str
+    pair: StartPair, tiny: Path, reference: Reference, ends_by: str
 ) -> None:
     """The decode worker hears of the end from the router alone: a word of the prefill worker's could come to the router
     before the token itself, and have the prompt computed again. Of answers of one token no KV is moved."""
@@ -176,7 +177,7 @@ async def cache_on_prefill_only(hand: ManualRouter, prefill: WorkerSession, deco
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), PATHS)
 async def test_through_a_handoff(
-    pair: StartPair, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+    pair: StartPair, tiny: Path, reference: Reference, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE) as live:
         await with_every_length(live, reference)
@@ -186,7 +187,7 @@ async def test_through_a_handoff(
         assert {link.state for link in links} == {"ready"}
 
 
-async def with_every_length(live: LivePair, reference: Any) -> None:
+async def with_every_length(live: LivePair, reference: Reference) -> None:
     hand = ManualRouter()
     for length in LENGTHS:
         for seed, sampling in enumerate((GREEDY, SEEDED)):
@@ -195,7 +196,7 @@ async def with_every_length(live: LivePair, reference: Any) -> None:
             assert answer.kv_bytes > 0
 
 
-async def with_every_state_of_the_caches(live: LivePair, reference: Any, decode_tp: int) -> None:
+async def with_every_state_of_the_caches(live: LivePair, reference: Reference, decode_tp: int) -> None:
     hand = ManualRouter()
     token_bytes = 2 * 2 * max(2, decode_tp) * 16 * 4  # layers, K and V, KV heads with replicas, head_dim, fp32
     for length in (16, 17, 96, 100):

@@ -30,6 +30,7 @@ from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tests.conftest import Reference
 from worker.testing.fork import ForkServer
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
@@ -232,9 +233,9 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
 @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
 @pytest.mark.slow
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
-    world: World, silent: bool, reference_for: Any
+    world: World, silent: bool, reference_for: Callable[[Path], Reference]
 ) -> None:
-    # New prompts each time, lest a cache chooses the worker; their answers rest on no near tie of two logits.
+    # New prompts each time, so that no cache chooses the worker; their answers rest on no near tie of two logits.
     seeds = (30, 31, 32, 33, 34, 41) if silent else (0, 1, 2, 3, 4, 17)
     prompts = [random_prompt(100 + 30 * n, VOCAB, seed) for n, seed in enumerate(seeds)]
     asks = [(prompt, SEEDED if n % 2 else GREEDY) for n, prompt in enumerate(prompts)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.engine.factory import Rank
 from tandem.testing.engine import single_rank
 from tandem.testing.models import write_tiny_llama
+from tests.conftest import Reference
 
 VOCAB = 300
 
@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reference(reference_for: Callable[[Path], Any], model_dir: Path) -> Any:
+def reference(reference_for: Callable[[Path], Reference], model_dir: Path) -> Reference:
     return reference_for(model_dir)
 
 

@@ -16,6 +16,7 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100)
@@ -30,7 +31,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
 def test_tokens_equal_the_reference_alone_and_in_batches(
-    make: Callable[..., Rank], reference: Any, sampling: SamplingParams, max_step_tokens: int
+    make: Callable[..., Rank], reference: Reference, sampling: SamplingParams, max_step_tokens: int
 ) -> None:
     driver = EngineDriver(make(max_step_tokens=max_step_tokens).engine)
     expected = {str(n): reference.answer(prompt(n), sampling) for n in LENGTHS}
@@ -49,7 +50,7 @@ def test_tokens_equal_the_reference_alone_and_in_batches(
 
 @pytest.mark.parametrize("max_step_tokens", [64, 512])
 def test_a_prompt_of_many_blocks_equals_the_reference(
-    make: Callable[..., Rank], reference: Any, max_step_tokens: int
+    make: Callable[..., Rank], reference: Reference, max_step_tokens: int
 ) -> None:
     driver = EngineDriver(make(max_step_tokens=max_step_tokens).engine)
     for name in ("cold", "cached"):
@@ -75,7 +76,9 @@ def test_steps_say_what_they_computed(make: Callable[..., Rank]) -> None:
     assert engine.preemptions == 0
 
 
-def test_preempted_requests_are_computed_again_to_the_same_tokens(make: Callable[..., Rank], reference: Any) -> None:
+def test_preempted_requests_are_computed_again_to_the_same_tokens(
+    make: Callable[..., Rank], reference: Reference
+) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     driver = EngineDriver(make(kv_blocks=12, max_step_tokens=64).engine)
     prompts = {str(seed): prompt(30, seed) for seed in range(6)}
@@ -99,7 +102,7 @@ def test_a_request_that_outgrows_the_pool_alone_fails_typed(make: Callable[..., 
 
 @pytest.mark.parametrize("broken_at", [1, 4, 11])
 def test_penalties_count_the_same_tokens_when_an_answer_goes_on_elsewhere(
-    make: Callable[..., Rank], reference: Any, broken_at: int
+    make: Callable[..., Rank], reference: Reference, broken_at: int
 ) -> None:
     few = ((3, 12.0), (4, 12.0), (5, 12.0))  # so that tokens come back
     penalties: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
@@ -114,7 +117,7 @@ def test_penalties_count_the_same_tokens_when_an_answer_goes_on_elsewhere(
     assert driver.tokens == {"whole": expected, "goes on": expected[broken_at:]}
 
 
-def test_an_imported_prompt_counts_its_first_token(make: Callable[..., Rank], reference: Any) -> None:
+def test_an_imported_prompt_counts_its_first_token(make: Callable[..., Rank], reference: Reference) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, logit_bias=((7, 20.0),), frequency_penalty=2.0)
     expected = reference.answer(prompt(32), sampling)
     driver = EngineDriver(make().engine)
@@ -142,7 +145,7 @@ def test_what_penalties_and_biases_cannot_mean_is_refused(
     assert refused.value.field == field
 
 
-def test_a_stop_token_ends_the_answer_with_it(make: Callable[..., Rank], reference: Any) -> None:
+def test_a_stop_token_ends_the_answer_with_it(make: Callable[..., Rank], reference: Reference) -> None:
     third = reference.answer(prompt(20), GREEDY)[2]
     driver = EngineDriver(make().engine)
     driver.add("r", prompt(20), SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=frozenset({third})))
@@ -193,7 +196,7 @@ class CopyExporter:
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
 @pytest.mark.parametrize("cached_on", ["neither", "prefill", "decode", "both"])
 def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
-    make: Callable[..., Rank], reference: Any, length: int, cached_on: str, max_step_tokens: int
+    make: Callable[..., Rank], reference: Reference, length: int, cached_on: str, max_step_tokens: int
 ) -> None:
     exporter = CopyExporter()
     sender = make(exporter=exporter, max_step_tokens=max_step_tokens)
@@ -257,7 +260,9 @@ def test_the_more_blocks_the_more_often_layers_are_told_of(layers: int, blocks: 
     assert layers_to_report([cached], layout) == set()
 
 
-def test_an_exported_answer_that_ends_at_its_first_token_says_so(make: Callable[..., Rank], reference: Any) -> None:
+def test_an_exported_answer_that_ends_at_its_first_token_says_so(
+    make: Callable[..., Rank], reference: Reference
+) -> None:
     (first,) = reference.answer(prompt(20), SamplingParams(temperature=0.0, max_tokens=1))
     driver = EngineDriver(make().engine)
     stopping = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=frozenset({first}))
@@ -272,7 +277,7 @@ def test_an_exported_answer_that_ends_at_its_first_token_says_so(make: Callable[
     assert driver.at_rest()
 
 
-def test_a_seeded_answer_goes_on_the_same_from_any_place(make: Callable[..., Rank], reference: Any) -> None:
+def test_a_seeded_answer_goes_on_the_same_from_any_place(make: Callable[..., Rank], reference: Reference) -> None:
     """As after a migration: the prompt and what was said so far are the new prompt."""
     whole = reference.answer(prompt(20), SEEDED)
     driver = EngineDriver(make().engine)

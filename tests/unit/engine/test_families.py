@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tandem.engine.api import ExportRange
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -31,7 +31,7 @@ class Exported:
 
 
 def test_answers_in_a_batch_equal_the_reference(
-    family_dir: Path, reference_for: Callable[[Path], Any], tmp_path: Path
+    family_dir: Path, reference_for: Callable[[Path], Reference], tmp_path: Path
 ) -> None:
     """Prompts shorter and longer than the windows, in chunks, decoded together."""
     driver = EngineDriver(single_rank(family_dir, tmp_path / "r", max_step_tokens=48).engine)
@@ -46,7 +46,7 @@ def test_answers_in_a_batch_equal_the_reference(
 
 
 def test_an_answer_begun_here_and_handed_over_equals_the_reference(
-    family_dir: Path, reference_for: Callable[[Path], Any], tmp_path: Path
+    family_dir: Path, reference_for: Callable[[Path], Reference], tmp_path: Path
 ) -> None:
     exported, prompt = Exported(), random_prompt(70, VOCAB)
     expected = reference_for(family_dir).answer(prompt, GREEDY)

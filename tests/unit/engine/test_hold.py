@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from tandem.engine.factory import Rank
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, frequency_penalty=0.5)
@@ -40,7 +40,7 @@ def steps(driver: EngineDriver, name: str, tokens: int) -> None:
 
 
 def test_a_held_request_gets_no_token_and_goes_on_as_if_nothing_had_been(
-    make: Callable[..., Rank], reference: Any
+    make: Callable[..., Rank], reference: Reference
 ) -> None:
     driver = EngineDriver(make().engine)
     driver.add("a", prompt(20), SEEDED)
@@ -61,7 +61,7 @@ def test_a_held_request_gets_no_token_and_goes_on_as_if_nothing_had_been(
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("length", "given"), [(20, 1), (31, 1), (16, 5), (70, 11)])
 def test_another_engine_takes_over_the_blocks_and_the_answer_goes_on_exactly(
-    make: Callable[..., Rank], reference: Any, length: int, given: int, sampling: SamplingParams
+    make: Callable[..., Rank], reference: Reference, length: int, given: int, sampling: SamplingParams
 ) -> None:
     from_, to = Exported(), make()
     source = make(exporter=from_)

@@ -17,6 +17,7 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -92,7 +93,7 @@ def test_what_the_tier_gave_up_is_computed_again(make: Callable[..., Rank]) -> N
 
 @pytest.mark.parametrize("use_prefix_cache", [True, False])
 def test_preempted_requests_come_back_from_the_tier_unless_they_may_not(
-    make: Callable[..., Rank], reference: Any, use_prefix_cache: bool
+    make: Callable[..., Rank], reference: Reference, use_prefix_cache: bool
 ) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     prompts = {str(seed): random_prompt(30, VOCAB, seed) for seed in range(6)}
@@ -111,7 +112,7 @@ def test_preempted_requests_come_back_from_the_tier_unless_they_may_not(
     assert driver.at_rest()
 
 
-def test_a_prefix_that_came_back_is_exported_in_the_same_step(make: Callable[..., Rank], reference: Any) -> None:
+def test_a_prefix_that_came_back_is_exported_in_the_same_step(make: Callable[..., Rank], reference: Reference) -> None:
     exporter, to = Copying(), make()
     source = exporter.source = make(exporter=exporter, **TIER)
     sender = answers(source, PROMPTS)
@@ -136,7 +137,7 @@ def test_a_prefix_that_came_back_is_exported_in_the_same_step(make: Callable[...
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_blocks_that_make_room_for_an_import_are_kept_before_it_is_written(
-    make: Callable[..., Rank], reference: Any, cancelled: bool
+    make: Callable[..., Rank], reference: Reference, cancelled: bool
 ) -> None:
     rank = make(**TIER)
     driver = answers(rank, PROMPTS)
@@ -155,7 +156,7 @@ def test_blocks_that_make_room_for_an_import_are_kept_before_it_is_written(
 
 
 def test_an_import_after_a_prefix_from_the_tier_decodes_to_the_same_tokens(
-    make: Callable[..., Rank], reference: Any
+    make: Callable[..., Rank], reference: Reference
 ) -> None:
     exporter, rank = Copying(), make(**TIER)
     source = exporter.source = make(exporter=exporter)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tandem.engine.prompt_logprobs import ROWS
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt
+from tests.conftest import Reference
 
 VOCAB = 300
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2)
@@ -24,7 +24,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random_prompt(length, VOCAB, seed)
 
 
-def check(driver: EngineDriver, name: str, tokens: list[int], reference: Any) -> None:
+def check(driver: EngineDriver, name: str, tokens: list[int], reference: Reference) -> None:
     found = driver.scores.get(name, [])
     assert [token.token_id for token in found] == tokens[1:]
     if len(tokens) > 1:
@@ -37,7 +37,7 @@ def check(driver: EngineDriver, name: str, tokens: list[int], reference: Any) ->
 
 @pytest.mark.parametrize("max_step_tokens", [16, 90, 512])
 def test_logprobs_are_the_references_in_any_batch(
-    make: Callable[..., Rank], reference: Any, max_step_tokens: int
+    make: Callable[..., Rank], reference: Reference, max_step_tokens: int
 ) -> None:
     driver = EngineDriver(make(max_step_tokens=max_step_tokens).engine)
     for length in LENGTHS:
@@ -51,7 +51,7 @@ def test_logprobs_are_the_references_in_any_batch(
     assert driver.at_rest()
 
 
-def test_a_cached_prefix_is_computed_again_and_stays_usable(make: Callable[..., Rank], reference: Any) -> None:
+def test_a_cached_prefix_is_computed_again_and_stays_usable(make: Callable[..., Rank], reference: Reference) -> None:
     driver = EngineDriver(make().engine)
     for name, sampling in (("cold", replace(SCORED, prompt_logprobs=None)), ("scored", SCORED)):
         driver.add(name, prompt(100), sampling)
@@ -64,7 +64,7 @@ def test_a_cached_prefix_is_computed_again_and_stays_usable(make: Callable[..., 
     assert driver.at_rest()
 
 
-def test_a_preempted_prompt_tells_every_position_once(make: Callable[..., Rank], reference: Any) -> None:
+def test_a_preempted_prompt_tells_every_position_once(make: Callable[..., Rank], reference: Reference) -> None:
     driver = EngineDriver(make(kv_blocks=12, max_step_tokens=24).engine)
     prompts = {str(seed): prompt(60, seed) for seed in range(5)}
     for name, tokens in prompts.items():

@@ -33,7 +33,7 @@ from tandem.native.library import GROUP
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
-from tests.conftest import write_family
+from tests.conftest import Reference, write_family
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -264,7 +264,7 @@ def test_more_ranks_than_add_up_in_one_order_are_refused() -> None:
 
 
 def test_without_a_compiler_torch_computes_and_int8_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_for: Callable[[Path], Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_for: Callable[[Path], Reference]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))

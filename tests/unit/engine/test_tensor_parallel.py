@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tandem.errors import ConfigError, WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, NoExport, make_request
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 
 VOCAB = 300
 SPEC = EngineSpec(kv_blocks=64, max_step_tokens=48)
@@ -90,7 +90,7 @@ def followers(
     ],
 )
 def test_ranks_together_equal_the_reference(
-    tmp_path: Path, reference_for: Callable[[Path], Any], tp: int, kv_heads: int
+    tmp_path: Path, reference_for: Callable[[Path], Reference], tp: int, kv_heads: int
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=kv_heads, head_dim=8, seed=2)
     rendezvous = tmp_path / "rendezvous"
@@ -116,7 +116,9 @@ def test_ranks_together_equal_the_reference(
 
 
 @pytest.mark.slow
-def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path, reference_for: Callable[[Path], Any]) -> None:
+def test_every_rank_keeps_its_part_of_evicted_blocks(
+    tmp_path: Path, reference_for: Callable[[Path], Reference]
+) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=4, kv_heads=2, head_dim=8, seed=2)
     spec = EngineSpec(kv_blocks=12, max_step_tokens=48, host_kv_memory_bytes=1 << 20)
     prompts = {str(seed): random_prompt(70, VOCAB, seed) for seed in range(5)}

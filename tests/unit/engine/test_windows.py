@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt
-from tests.conftest import write_family
+from tests.conftest import Reference, write_family
 
 VOCAB, WINDOW, BLOCK = 320, 24, 16
 LONG = SamplingParams(temperature=0.0, max_tokens=150)
@@ -23,7 +22,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_long_answer_holds_no_more_than_its_window(
-    mistral: Path, tmp_path: Path, reference_for: Callable[[Path], Any]
+    mistral: Path, tmp_path: Path, reference_for: Callable[[Path], Reference]
 ) -> None:
     engine = single_rank(mistral, tmp_path / "r", kv_blocks=32).engine
     driver, prompt = EngineDriver(engine), random_prompt(100, VOCAB)

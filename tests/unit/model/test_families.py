@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tandem.model.parallel import TensorParallel
 from tandem.model.rope import scaled_frequencies
 from tandem.model.weights import load_model
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
 
 PROMPT = random_prompt(100, 320)  # longer than every window of these checkpoints
 BLOCKS = [5, 2, 7, 1, 6, 3, 4]
@@ -46,7 +46,7 @@ def logits(folder: Path, tp: TensorParallel) -> Tensor:
     return torch.cat(rows)
 
 
-def test_logits_equal_those_of_transformers(family_dir: Path, reference_for: Callable[[Path], Any]) -> None:
+def test_logits_equal_those_of_transformers(family_dir: Path, reference_for: Callable[[Path], Reference]) -> None:
     expected = reference_for(family_dir).logits(PROMPT)
     assert expected.std() > 0.5
     torch.testing.assert_close(logits(family_dir, TensorParallel()), expected, atol=2e-3, rtol=1e-4)
