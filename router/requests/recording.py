@@ -18,7 +18,7 @@ from zlib import crc32
 import msgspec
 
 from kvtransfer.causes import HandoffFault
-from router.policies.types import Placement
+from router.policies.types import Candidate, Placement
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -50,7 +50,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, tag="header"):
 
 
 class RunStarted(msgspec.Struct, frozen=True, tag="run"):
-    """`at`: when it was received. `prompt` is empty in a recording without text."""
+    """`at`: when it was received. `prompt`: with text, or as its scores are compared with it; else empty."""
 
     id: str
     at: float
@@ -150,16 +150,22 @@ class Recorder:
 
     def _note_placements(self, run: RequestRun, placements: Sequence[PlacementSeen], now_s: float) -> None:
         for seen in placements:
-            query, decode, prefill = (
-                msgspec.to_builtins(each, enc_hook=plain) for each in (seen.query, seen.decode, seen.prefill)
-            )
             record = PlacementRecord(
-                run.request.request_id, now_s, query, decode, prefill, placement_outcome(seen.outcome)
+                run.request.request_id,
+                now_s,
+                msgspec.to_builtins(seen.query, enc_hook=plain),
+                [_candidate_fields(each) for each in seen.decode],
+                [_candidate_fields(each) for each in seen.prefill],
+                placement_outcome(seen.outcome),
             )
             self._write(encoder.encode(record))
 
     def _started(self, run: RequestRun) -> None:
         request = run.request
+        prompt: Sequence[int] = ()
+        if self._text or request.sampling.prompt_logprobs is not None:
+            stops = request.sampling.stop_token_ids
+            prompt = tuple(shown_token(each, stops, self._text) for each in request.prompt)
         started = RunStarted(
             request.request_id,
             run.received_s,
@@ -169,7 +175,7 @@ class Recorder:
             msgspec.to_builtins(replace(request.sampling, logit_bias=()), enc_hook=plain),  # the core does not read it
             run.terms.deadline_s,
             run.max_migrations,
-            tuple(request.prompt) if self._text else (),
+            prompt,
         )
         self._write(encoder.encode(started))
 
@@ -187,6 +193,18 @@ class Recorder:
     def _flush(self, request_id: str) -> None:
         if (joined := self._passed.pop(request_id, None)) is not None:
             self._write(encoder.encode(joined))
+
+
+def _candidate_fields(candidate: Candidate) -> dict[str, Any]:
+    """`transfer_to` as [worker id, epoch, seconds per token] each: JSON has no keys of two parts."""
+    fields: dict[str, Any] = msgspec.to_builtins(candidate, enc_hook=plain)
+    return fields | {"transfer_to": [[*to, seconds] for to, seconds in candidate.transfer_to.items()]}
+
+
+def candidate_from(fields: dict[str, Any]) -> Candidate:
+    """Raises msgspec.ValidationError, ValueError."""
+    pairs = {(worker_id, epoch): seconds for worker_id, epoch, seconds in fields.get("transfer_to", ())}
+    return msgspec.structs.replace(msgspec.convert(fields | {"transfer_to": {}}, Candidate), transfer_to=pairs)
 
 
 def placement_outcome(outcome: object) -> list[Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import re
 import threading
 from collections import deque
 from pathlib import Path
+from typing import BinaryIO
 
 from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
 from tandem.config.spec import RouterSpec
@@ -29,11 +32,12 @@ class RecordingFiles:
         self._folder, self._router_id, self._segment_bytes = folder, router_id, segment_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._kept = deque(sorted(folder.glob(f"{router_id}-*.jsonl"), key=_number))
-            self._next = _number(self._kept[-1]) + 1 if self._kept else 1
-            self._path(self._next).touch(mode=0o600)
-        except OSError as error:
-            raise ConfigError(f"router.record: {folder}: {error.strerror}", field="router.record") from None
+            self._kept = deque(sorted(filter(self._is_segment, folder.iterdir()), key=_number))
+            self._last = _number(self._kept[-1]) if self._kept else 0
+            self._first: BinaryIO | None = self._open_next()
+        except (OSError, ValueError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise ConfigError(f"router.record: {folder}: {why}", field="router.record") from None
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._waiting_bytes = 0
         self._lock = threading.Lock()  # of `_waiting_bytes`
@@ -76,14 +80,11 @@ class RecordingFiles:
 
     def _write_segment(self) -> bool:
         """False: that was the last."""
-        path = self._path(self._next)
-        self._next += 1
-        self._kept.append(path)
+        opened, self._first = self._first or self._open_next(), None
         while len(self._kept) > SEGMENTS:
             self._kept.popleft().unlink(missing_ok=True)
         written = 0
-        path.touch(mode=0o600)  # may hold prompts
-        with path.open("wb") as file:
+        with opened as file:
             file.write(self._header + b"\n")
             while written < self._segment_bytes:
                 line = self._lines.get()
@@ -97,10 +98,21 @@ class RecordingFiles:
                     file.flush()
         return True
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._router_id}-{number:06}.jsonl"
+    def _open_next(self) -> BinaryIO:
+        """A new file: another process may record under the same id."""
+        while True:
+            self._last += 1
+            path = self._folder / f"{self._router_id}-{self._last:06}.jsonl"
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # may hold prompts
+            except FileExistsError:
+                continue
+            self._kept.append(path)
+            return os.fdopen(handle, "wb")
+
+    def _is_segment(self, path: Path) -> bool:
+        return re.fullmatch(rf"{re.escape(self._router_id)}-\d{{6,}}\.jsonl", path.name) is not None
 
 
 def _number(path: Path) -> int:
-    digits = path.stem.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else 0
+    return int(path.stem.rpartition("-")[2])

@@ -16,7 +16,7 @@ import msgspec
 from kvtransfer.causes import HandoffFault, parse_cause
 from router.policies.named_policies import policy_profile
 from router.policies.placement import PlacementPolicy
-from router.policies.types import Candidate, PlacementQuery
+from router.policies.types import PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -30,6 +30,7 @@ from router.requests.recording import (
     RecordingHeader,
     RunStarted,
     TokensPassed,
+    candidate_from,
     crc_of,
     encoder,
     placement_outcome,
@@ -39,7 +40,7 @@ from router.requests.recording import (
 from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from tandem.config.spec import RouterSpec
-from tandem.errors import ErrorCode, InputError, InternalError, TandemError, error_from_code
+from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import FinishReason, SamplingParams
 
@@ -150,17 +151,12 @@ class Replay:
         for number, raw in lines:
             try:
                 line = _decoder.decode(raw)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 self.report.skip("cut off, or written by another version")
                 continue
             try:
                 self._replay(number, line)
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                InternalError,
-            ) as error:
+            except Exception as error:  # whatever a damaged line leads to, the next may be whole
                 self.report.skip(f"damaged, or lines before it are missing ({type(error).__name__})")
         return self.report
 
@@ -169,8 +165,12 @@ class Replay:
             header = _decoder.decode(first[1])
         except msgspec.MsgspecError:
             header = None
+        if not first[1]:
+            raise InputError("recording: it is empty: the router has recorded nothing in it yet")
         if not isinstance(header, RecordingHeader) or header.format != KIND:
-            raise InputError("recording: expected a file that router.record wrote, got another")
+            raise InputError(
+                "recording: expected a file that router.record wrote, got another, or one without its header"
+            )
         if header.version != VERSION:
             raise InputError(
                 f"recording: expected version {VERSION}, got {header.version} (tandem {header.tandem}); replay it with "
@@ -198,10 +198,9 @@ class Replay:
 
     def _start(self, line: RunStarted) -> None:
         sampling = sampling_from(line.sampling)
-        prompt = tuple(line.prompt)
-        if not prompt and sampling.prompt_logprobs is not None:
-            prompt = (_plain_token(sampling.stop_token_ids),) * line.prompt_tokens
-        request = RecordedRequest(line.id, line.model, prompt, line.prompt_tokens, sampling, line.block_tokens)
+        request = RecordedRequest(
+            line.id, line.model, tuple(line.prompt), line.prompt_tokens, sampling, line.block_tokens
+        )
         assembler = _Assembler()
         run = RequestRun(request, assembler, RequestTerms("", deadline_s=line.deadline_s), line.at, line.max_migrations)
         self._runs[line.id] = _Replayed(run, assembler, sampling.stop_token_ids)
@@ -259,8 +258,7 @@ class Replay:
     def _placement(self, number: int, line: PlacementRecord) -> None:
         assert self._policy is not None
         query = msgspec.convert(line.query, PlacementQuery)
-        decode = msgspec.convert(line.decode, list[Candidate])
-        prefill = msgspec.convert(line.prefill, list[Candidate])
+        decode, prefill = ([candidate_from(each) for each in pool] for pool in (line.decode, line.prefill))
         replayed = placement_outcome(self._policy.place(query, decode, prefill))
         self.report.placements += 1
         if replayed != line.outcome:
@@ -307,10 +305,6 @@ def _comparable(actions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         elif each["tokens"]:
             kept.append({name: value for name, value in each.items() if name != "text"})
     return kept
-
-
-def _plain_token(stops: frozenset[int]) -> int:
-    return next(each for each in range(len(stops) + 1) if each not in stops)
 
 
 def _lines(source: BinaryIO, report: ReplayReport) -> Iterator[tuple[int, bytes]]:

@@ -14,8 +14,10 @@ from tandem.errors import InputError
 def run_replay(file: Path, request: str | None, steps: bool) -> int:
     """0: every action and placement is the same. 1: one differs, which is shown."""
     screen = console()
+    seen: set[str] = set()
 
     def show(step: Step) -> None:
+        seen.add(step.request_id)
         if request in (None, step.request_id):
             screen.print(
                 f"{step.at_s:.6f}  {step.request_id}  {step.event} → {step.state}", markup=False, soft_wrap=True
@@ -28,6 +30,12 @@ def run_replay(file: Path, request: str | None, steps: bool) -> int:
             report = Replay(show if steps or request else _ignore).run(source)
     except OSError as error:
         raise InputError(f"FILE: cannot read {file}: {error.strerror}", field="FILE") from None
+    if request is not None and request not in seen:
+        raise InputError(
+            f"--request: expected the id of a request in this recording, got {request!r}; without --request, --steps "
+            "shows all of them",
+            field="--request",
+        )
     screen.print(_summary(report), markup=False, soft_wrap=True)
     for reason, count in report.skipped.items():
         screen.print(f"not replayed: {count} lines ({reason})", markup=False, soft_wrap=True)

@@ -23,6 +23,8 @@ class CoreCollector(Collector):
         )
         for observer, count in self._core.facts.failures.items():
             failures.add_metric([observer], count)
+        if self._core.unrecorded:
+            failures.add_metric(["recorder"], self._core.unrecorded)
         yield failures
         queued = GaugeMetricFamily("tandem_class_queued_requests", "Requests in the queue now.", labels=["class"])
         for name, count in self._admission.queued_by_class().items():

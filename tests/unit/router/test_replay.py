@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from cluster.cli.commands.replay import run_replay
 from router.observe.trace import Traces
 from router.policies.estimates import Estimates
+from router.policies.named_policies import policy_profile
+from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.facts import Facts
+from router.requests.placer import PlacementSeen
 from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
 from router.requests.recording_files import SEGMENTS, RecordingFiles
 from router.requests.replay import RecordedRequest, Replay, ReplayReport
@@ -23,11 +27,12 @@ from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from router.testing.scenario import TextlessAssembler
 from router.workers.fleet import Fleet
-from tandem.config.spec import RouterSpec
+from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.errors import ConfigError, InputError
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.models import FakeClock
 from tandem.v1 import worker_pb2
+from tests.unit.router.conftest import Cluster
 
 D0, P0 = WorkerKey("d0", 1), WorkerKey("p0", 1)
 SECRET = 424242
@@ -96,10 +101,15 @@ def test_another_version_is_refused_with_what_to_do() -> None:
         replay([header(2)])
 
 
-@pytest.mark.parametrize("first", [b"", b"{}", b'{"type": "header"}', b"GIF89a"])
+@pytest.mark.parametrize("first", [b"\n", b"{}", b'{"type": "header"}', b"GIF89a"])
 def test_another_file_is_refused(first: bytes) -> None:
     with pytest.raises(InputError, match=r"expected a file that router\.record wrote"):
         replay([first])
+
+
+def test_an_empty_recording_says_so() -> None:
+    with pytest.raises(InputError, match="the router has recorded nothing in it yet"):
+        replay([])
 
 
 def test_a_line_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +234,95 @@ def test_recordings_are_private_and_what_a_stopped_thread_would_write_does_not_p
     for _ in range(40):
         files.write(b"x" * (1 << 20))
     assert files.dropped >= 20
+
+
+def test_only_segments_of_its_own_count_and_are_deleted(tmp_path: Path) -> None:
+    others = [
+        tmp_path / name for name in ("router-0-notes.jsonl", "router-0-extra-000001.jsonl", "router-01-000001.jsonl")
+    ]
+    for path in others:
+        path.write_text("kept")
+    for _ in range(SEGMENTS + 2):
+        files = RecordingFiles(tmp_path, "router-0")
+        files.recorder(RouterSpec(), seed=1, text=False)
+        files.close()
+    assert [path.read_text() for path in others] == ["kept"] * 3
+    own = sorted(set(tmp_path.iterdir()) - set(others))
+    assert [path.name for path in own] == [f"router-0-{number:06}.jsonl" for number in range(3, SEGMENTS + 3)]
+    first, second = (RecordingFiles(tmp_path, "router-0") for _ in range(2))  # two processes under one id
+    for each in (first, second):
+        each.recorder(RouterSpec(), seed=1, text=False)
+        each.close()
+    with (tmp_path / f"router-0-{SEGMENTS + 3:06}.jsonl").open("rb") as source:
+        assert Replay().run(source).skipped == {}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "WorkerGone", "worker": ["d0", 1]},
+        {"type": "AttemptEnded"},
+        {"type": "TokenSampled", "worker": ["d0", 1]},
+        "nested",
+    ],
+)
+def test_a_damaged_event_is_named_and_the_rest_is_replayed(event: object) -> None:
+    lines = recorded()
+    line = json.dumps({**json.loads(lines[4]), "event": event}).encode()
+    if event == "nested":
+        line = line.replace(b'"nested"', b'{"type":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    report = replay([*lines[:4], line, *lines[4:]])
+    assert sum(report.skipped.values()) >= 1
+    assert report.runs == 1
+
+
+def test_a_placement_with_measured_transfers_is_placed_again_the_same() -> None:
+    written = [header()]
+    recorder, run = Recorder(written.append, text=False), new_run()
+    recorder.on(run, ev.Submitted(), 0.0)
+    decode = Candidate("d0", 1, 0, 0, 0, 0, 9, 9)
+    far = Candidate("p0", 1, 0, 0, 0, 0, 9, 9, transfer_to={("d0", 1): 1.0})
+    near = Candidate("p1", 1, 0, 0, 0, 0, 9, 9, transfer_to={("d0", 1): 1e-6})
+    query = PlacementQuery(4096)
+    outcome = policy_profile(RouterSpec(), seed=1).place(query, [decode], [far, near])
+    recorder.placements.append(PlacementSeen(query, [decode], [far, near], outcome))
+    recorder.placed(run, 1.0)
+    assert recorder.failures == 0
+    report = replay(written)
+    assert (report.placements, report.first, report.skipped) == (1, None, {})
+
+
+def replay_of(folder: Path) -> ReplayReport:
+    (file,) = folder.iterdir()
+    with file.open("rb") as source:
+        return Replay().run(source)
+
+
+class TestRouter:
+    """A real router that records."""
+
+    @pytest.fixture(params=[False, True], ids=["without text", "with text"])
+    def spec(self, tmp_path: Path, request: pytest.FixtureRequest) -> RouterSpec:
+        always, folder = Disaggregation.ALWAYS, str(tmp_path / "recordings")
+        return RouterSpec(http_port=0, grpc_port=0, disaggregation=always, record=folder, record_text=request.param)
+
+    async def test_every_placement_is_recorded_and_scores_of_a_prompt_with_a_stop_token(
+        self, cluster: Cluster, spec: RouterSpec
+    ) -> None:
+        cluster.says("fine")
+        for number in range(3):  # long enough for a measured transfer
+            await cluster.openai.completions.create(model="tiny", prompt=[70 + number] * 320)
+        scored = {"model": "tiny", "prompt": [5, 2, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 3}
+        assert (await cluster.http.post("/v1/completions", json=scored)).status_code == 200
+        await cluster.settled()
+        await cluster.app.close()
+        report = replay_of(Path(spec.record or ""))
+        assert (report.runs, report.placements, report.differences, report.skipped) == (4, 4, 0, {})
+
+
+def test_the_command_refuses_a_request_that_the_recording_does_not_have(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    path.write_bytes(b"".join(line + b"\n" for line in recorded()))
+    assert run_replay(path, "r", steps=False) == 0
+    with pytest.raises(InputError, match=r"--request: expected the id of a request in this recording, got 'nosuch'"):
+        run_replay(path, "nosuch", steps=False)
