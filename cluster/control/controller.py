@@ -170,8 +170,8 @@ def needed_cpus(cluster: ResolvedCluster) -> float:
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
     """Replaces router ports given as 0 by free ones, before any process is started with them."""
     spec = cluster.spec
-    http_port, grpc_port = free_ports(spec.router.http_host, spec.router.grpc_host)
-    router = spec.router.model_copy(
-        update={"http_port": spec.router.http_port or http_port, "grpc_port": spec.router.grpc_port or grpc_port}
-    )
+    hosts = {"http_port": spec.router.http_host, "grpc_port": spec.router.grpc_host}
+    missing = [name for name in hosts if not getattr(spec.router, name)]
+    ports = free_ports(*(hosts[name] for name in missing))
+    router = spec.router.model_copy(update=dict(zip(missing, ports, strict=True)))
     return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models)

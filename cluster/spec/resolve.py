@@ -147,8 +147,7 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -169,10 +168,14 @@ def _free_socket(host: str) -> socket.socket:
     lasting = range(LEAST_FREE_PORT, below)
     for port in random.sample(lasting, min(64, len(lasting))):
         try:
-            return socket.create_server((host, port))
+            return socket.create_server((host, port), family=_family(host))
         except OSError:  # used by another
             continue
-    return socket.create_server((host, 0))
+    return socket.create_server((host, 0), family=_family(host))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def needed_bytes(model: ResolvedModel) -> int:

@@ -165,7 +165,8 @@ class SimCluster:
 
     def lose_worker(self, worker_id: str, back_after_s: float | None) -> None:
         """Breaks the links to a worker. It comes back empty, with a new epoch, after `back_after_s`; None: never."""
-        worker = self.fleet.workers[worker_id]
+        if (worker := self.fleet.workers.get(worker_id)) is None:
+            return  # lost already
         self.fleet.lose(worker)
         self.cache.drop(worker.key)
         attached, worker.attached = list(worker.attached.items()), {}

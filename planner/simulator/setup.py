@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -66,9 +67,10 @@ class Fault:
             fault = cls(FaultKind(kind), float(at), worker_id, float(lasting) if lasting else None, float(factor or 1))
         except ValueError:
             raise _wrong_fault(text) from None
-        if (fault.kind is FaultKind.REDIS) == bool(worker_id) or not fault.at_s >= 0 or not fault.factor >= 1:
+        is_finite = all(map(math.isfinite, (fault.at_s, fault.factor, fault.for_s or 0.0)))
+        if (fault.kind is FaultKind.REDIS) == bool(worker_id) or not is_finite or fault.at_s < 0 or fault.factor < 1:
             raise _wrong_fault(text)
-        if fault.for_s is not None and not fault.for_s > 0:
+        if fault.for_s is not None and fault.for_s <= 0:
             raise _wrong_fault(text)
         return fault
 

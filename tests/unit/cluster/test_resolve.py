@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.spec.resolve import check_ports, free_ports, resolve
+from cluster.spec.resolve import check_ports, free_ports, port_is_free, resolve
 from tandem.config.spec import ClusterSpec
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.testing.models import write_tiny_llama
@@ -124,3 +124,12 @@ def test_tls_files_that_cannot_work_are_named(make_spec: MakeSpec, authority: An
     assert refusal(make_spec, **(good | {"key": other["key"]})) == "transfer.tls.key"
     assert refusal(make_spec, **(good | {"ca": other["ca"]})) == "transfer.tls.cert"
     assert refusal(make_spec, **ours.issue("late", expired=True)) == "transfer.tls.cert"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_free_ports_are_none_that_the_system_gives_to_connections(host: str) -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(host, host, host)
+    assert len(set(ports)) == 3
+    assert max(ports) < lowest
+    assert all(port_is_free(host, port) for port in ports)

@@ -234,10 +234,19 @@ class TestFaults:
         assert whole.tpot_s.p90 is not None
         assert slow.tpot_s.p90 > 1.5 * whole.tpot_s.p90
 
-    @pytest.mark.parametrize("text", ["worker@3", "redis:x@3", "link:prefill-0@3*0.5", "worker:a@-1", "fire@3", "x"])
+    @pytest.mark.parametrize(
+        "text",
+        ["worker@3", "redis:x@3", "link:prefill-0@3*0.5", "worker:a@-1", "worker:a@nan", "link:a@0*inf", "fire@3", "x"],
+    )
     def test_a_fault_of_no_known_form_is_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="expected one of the forms"):
             Fault.parse(text)
+
+    @pytest.mark.parametrize("second", ["@3.5", "@4+1", "@3"])
+    def test_the_loss_of_a_worker_that_is_lost_already_changes_nothing(self, second: str) -> None:
+        faults = tuple(Fault.parse(f"worker:decode-1{when}") for when in ("@3", second))
+        result = simulate(traffic(), setup_of(1, 2, faults=faults))
+        assert result.finished == 200
 
     def test_a_fault_of_a_worker_there_is_not_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="decode-0"):
