@@ -77,6 +77,11 @@ class RequestCore:
             self.placer.seen = recorder.placements
 
     @property
+    def unrecorded(self) -> int:
+        """Events and placements that could not be recorded."""
+        return 0 if self._recorder is None else self._recorder.failures
+
+    @property
     def active(self) -> int:
         """Requests that wait or are on workers."""
         return len(self.placer) + len(self.admission)
@@ -130,8 +135,7 @@ class RequestCore:
         elif isinstance(action, act.ChooseDecode):
             self._choose_decode(run, action.refusal)
         else:
-            self.facts.publish(run, Requeued(action.cause, action.refused), run.now_s)
-            self._put_back(run, action.cause if action.refused else None)
+            self._put_back(run, action.cause, refused=action.refused)
 
     def _act_on(self, run: RequestRun, fact: act.Fact) -> None:
         match fact:
@@ -206,9 +210,10 @@ class RequestCore:
         if decode is not None and self.placer.reroute(run, decode):
             self.on(run, ev.Rerouted(decode))
         else:
-            self._put_back(run, refusal)
+            self._put_back(run, refusal, refused=True)
 
-    def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
+    def _put_back(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
+        self.facts.publish(run, Requeued(cause, refused), run.now_s)
         self.placer.release(run)
         self.admission.put_back(
             run.request.model,
@@ -217,7 +222,7 @@ class RequestCore:
             run.prefill_tokens,
             since_s=run.waiting_since_s,
             now_s=self._clock.now_s(),
-            refusal=refusal,
+            refusal=cause if refused else None,
         )
         self._carrier.pump_soon()
 

@@ -152,6 +152,10 @@ class RequestRun:
         as nearly always; None: see `actions`."""
         self._now_s = now_s
         answer, timeline = self._answer, self._timeline
+        decodes = self._is_paced or self.lifecycle.state is RequestState.DECODING
+        if not decodes and self.lifecycle.state in _UNSTARTED:
+            self._fail_or_retry(InternalError(f"worker {worker.worker_id} sent a token before its turn"), worker)
+            return None
         if answer:
             gaps = self._gaps
             gaps.append(now_s - timeline.last_token_s)
@@ -163,7 +167,6 @@ class RequestRun:
             return None
         else:
             timeline.last_token_s = now_s
-        decodes = self._is_paced or self.lifecycle.state is RequestState.DECODING
         if not decodes:
             self._before_decoding(worker, token)
         answer.append(token.token_id)
@@ -300,9 +303,10 @@ class RequestRun:
                 exposed_s = joined_s - first_s
         self._actions.append(act.HandoffSeen(event.wire_id, anchor_s, event.moved_blocks, exposed_s, event.report))
         if is_decode:
-            self._timeline.moved(event)
+            if move is None:  # else it is the source's side of what the target counts
+                self._timeline.moved(event)
             self._joined(self._now_s if joined_s is None else joined_s, corrects=joined_s is not None)
-        elif self._has_first_token:
+        elif self._has_first_token and (event.worker, event.wire_id) in self._on:
             self._leave(event.worker, cancel=False)  # the prefill worker's side is over
 
     def _joined(self, at_s: float, *, corrects: bool = False) -> None:
@@ -341,6 +345,8 @@ class RequestRun:
             self._give_up_move(move)
         elif move.phase is MovePhase.HOLDING:
             move.phase = MovePhase.RESERVING
+            self._flush_gaps()
+            self._is_paced = False  # the next gap holds the move
             self._open(act.Reserve(move.target, move.target_id, move.source, len(self._answer) - 1))
 
     def _end_move(self, move: Move, event: ev.HandoffReported) -> None:
