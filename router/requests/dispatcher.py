@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 from router.admission.admission import Admission
@@ -22,6 +23,8 @@ from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.spec import RouterSpec
 from tandem.errors import TandemError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 CANCELLED_DRAIN_S = 0.2
 DRAIN_POLL_S = 0.05
@@ -110,14 +113,16 @@ class Dispatcher:
             pass
 
     async def close(self) -> None:
-        """Refuses new requests and cancels those there are."""
+        """Refuses new requests and ends those there are, with an error that says why."""
         self.draining = self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         rest = [*self.core.running(), *self.core.waiting()]
         for run in rest:
-            self.core.on(run, ev.Cancelled())
+            message = "the router stopped before the answer was complete; a retry may succeed"
+            self.core.on(run, ev.Rejected(UnavailableError(message, retry_after_s=1.0)))
         if rest:
+            log.warning("requests were cut off by the stop", extra={"requests": len(rest)})
             await asyncio.sleep(CANCELLED_DRAIN_S)  # cancels go out
         await self.fleet.close()
 

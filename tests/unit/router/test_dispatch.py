@@ -306,3 +306,23 @@ async def test_a_prompt_that_is_being_computed_draws_the_next_one_like_it(cluste
     for stream in streams:
         stream.stream.cancel()
     await workers[1].kill()
+
+
+class TestStop:
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, drain_timeout_s=0.05)
+
+    async def test_an_answer_cut_off_by_the_stop_ends_with_an_error_that_says_so(self, cluster: Cluster) -> None:
+        cluster.decode.behaviour.token_delay_s = 5.0
+        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 40}
+        whole = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
+        streamed = asyncio.create_task(cluster.http.post("/v1/completions", json=body | {"stream": True}))
+        await until(lambda: len(cluster.decode.frames("join")) == 2)
+        await cluster.app.close()
+        reply = await whole
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        events = (await streamed).text
+        assert "the router stopped before the answer was complete" in events
+        assert cluster.ends("failed") == 2
+        assert cluster.ends("cancelled") == 0
