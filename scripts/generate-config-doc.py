@@ -6,6 +6,7 @@ generate-config-doc.py [--check]     --check: writes nothing; exits 1 if the pag
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 import sys
 import types
@@ -120,7 +121,7 @@ def page() -> str:
     parts = [INTRODUCTION]
     for path, model in models_of(ClusterSpec):
         title = f"`{path}`" if path else "The cluster"
-        text = (model.__doc__ or "").strip()
+        text = inspect.cleandoc(model.__doc__ or "")
         schema = model.model_json_schema()["properties"]
         rows = [
             row(name, field, schema[name])

@@ -7,7 +7,7 @@ and the rest is named.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -16,7 +16,7 @@ import msgspec
 from kvtransfer.causes import HandoffFault, parse_cause
 from router.policies.named_policies import policy_profile
 from router.policies.placement import PlacementPolicy
-from router.policies.types import PlacementQuery
+from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -156,8 +156,8 @@ class Replay:
                 continue
             try:
                 self._replay(number, line)
-            except Exception as error:  # whatever a damaged line leads to, the next may be whole
-                self.report.skip(f"damaged, or lines before it are missing ({type(error).__name__})")
+            except Exception:  # whatever a damaged line leads to, the next may be whole
+                self.report.skip("damaged, or lines before it are missing")
         return self.report
 
     def _header(self, first: tuple[int, bytes]) -> None:
@@ -263,6 +263,24 @@ class Replay:
         self.report.placements += 1
         if replayed != line.outcome:
             self.report.differ(Difference(number, line.id, "placement", line.outcome, replayed))
+        found = self._runs.get(line.id)
+        candidates = [*_candidates("Decode", decode), *_candidates("Prefill", prefill)]
+        shown = [{"type": "Outcome", "outcome": replayed}, *candidates]
+        state = "" if found is None else found.run.state.value
+        self._on_step(Step(number, line.id, line.at, "placement", shown, state))
+
+
+def _candidates(role: str, pool: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+    """What a reader looks for first in the candidates of a placement."""
+    for each in pool:
+        yield {
+            "type": role,
+            "worker": each.worker_epoch,
+            "cached_tokens": each.cached_tokens,
+            "outstanding_tokens": each.outstanding_tokens,
+            "running_requests": each.running_requests,
+            "free_blocks": each.free_blocks,
+        }
 
 
 def event_from(fields: dict[str, Any]) -> ev.Event | None:

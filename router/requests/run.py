@@ -28,6 +28,7 @@ from router.requests.timeline import RunTimeline
 from router.terms import RequestTerms
 from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
+from tandem.text.words import plural
 
 GAPS_AT_ONCE = 16  # tokens between two TokenGaps facts
 DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline left because of it
@@ -455,7 +456,8 @@ class RequestRun:
 
     def _on_expired(self, event: ev.Expired) -> None:
         if not self.lifecycle.state.is_end:
-            self._reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
+            tokens = plural(len(self._answer), "token")
+            self._reject(DeadlineExceeded(f"the request's deadline passed after {tokens} of the answer"))
 
     def _on_rejected(self, event: ev.Rejected) -> None:
         self._reject(event.error)

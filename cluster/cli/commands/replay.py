@@ -9,6 +9,7 @@ from typing import Any
 from cluster.cli.console import console
 from router.requests.replay import Difference, Replay, ReplayReport, Step
 from tandem.errors import InputError
+from tandem.text.words import plural
 
 
 def run_replay(file: Path, request: str | None, steps: bool) -> int:
@@ -38,7 +39,7 @@ def run_replay(file: Path, request: str | None, steps: bool) -> int:
         )
     screen.print(_summary(report), markup=False, soft_wrap=True)
     for reason, count in report.skipped.items():
-        screen.print(f"not replayed: {count} lines ({reason})", markup=False, soft_wrap=True)
+        screen.print(f"not replayed: {plural(count, 'line')} ({reason})", markup=False, soft_wrap=True)
     if report.first is None:
         return 0
     _show_difference(report.first)
@@ -47,10 +48,9 @@ def run_replay(file: Path, request: str | None, steps: bool) -> int:
 
 def _summary(report: ReplayReport) -> str:
     differ = "all the same" if not report.differences else f"{report.differences} differ"
-    return (
-        f"replayed {report.runs} requests: {report.events} events, {report.tokens} tokens and {report.placements} "
-        f"placements; {differ}"
-    )
+    events, tokens = plural(report.events, "event"), plural(report.tokens, "token")
+    placements = plural(report.placements, "placement")
+    return f"replayed {plural(report.runs, 'request')}: {events}, {tokens} and {placements}; {differ}"
 
 
 def _show_difference(difference: Difference) -> None:

@@ -33,10 +33,15 @@ def test_a_checkpoint_folder_is_itself(cache: Path, tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("source", ["smollm2-135m", "some-org/some-model", "nothing"])
+@pytest.mark.parametrize("source", ["smollm2-135m", "some-org/some-model"])
 def test_a_model_that_is_not_here_says_how_to_get_it(source: str, cache: Path) -> None:
     with pytest.raises(ConfigError, match=f"run `tandem pull {source}` first"):
         resolve(source)
+
+
+def test_a_name_that_cannot_be_pulled_is_refused_with_those_that_can(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 'nothing'; models to pull are smollm2-135m, and those of a model hub"):
+        resolve("nothing")
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at-all", "./at-all", "../at-all", "~/at-all-of-tandem"])
