@@ -1,5 +1,6 @@
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -10,6 +11,7 @@ from router.app import RouterApp
 from router.testing.controller import StubController
 from router.testing.index import BINARIES, IndexReplica, RedisServer
 from router.testing.stub_worker import StubWorker, script, until
+from router.workers.fleet import Worker
 from tandem.config.auth import AuthSpec
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import ObservabilitySpec
@@ -79,7 +81,8 @@ class Cluster:
         # Without TLS: to read the system's authorities takes longer than all else here, in each test.
         self.http = httpx.AsyncClient(base_url=self.base_url, timeout=60, verify=False)
         plain = DefaultAsyncHttpxClient(timeout=60, verify=False)
-        self.openai = AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, http_client=plain)
+        # Its overloads know no bodies from a dict, and no fields of ours.
+        self.openai: Any = AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, http_client=plain)
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.app.grpc_port}")
         self.inference = InferenceStub(self.channel)
 
@@ -99,6 +102,16 @@ class Cluster:
         counts = {role: sum(worker.role is role for worker in workers) for role in Role}
         await until(lambda: all(fleet.count_ready(role) == count for role, count in counts.items()))
         await until(lambda: self.app.service.ready == bool(counts[Role.DECODE]))
+
+    def worker(self, worker_id: str) -> Worker:
+        """As the router has it, in its first epoch."""
+        worker = self.app.dispatcher.fleet.worker(worker_id, 1)
+        assert worker is not None
+        return worker
+
+    def raw_stream(self, method: str) -> Any:
+        """A method of one message as bytes on the wire; grpc's types know no method without serializers."""
+        return self.channel.unary_stream(method)
 
     def says(self, text: str) -> list[int]:
         """Both workers answer every prompt with `text`, also when it begins in the prompt. Returns its tokens."""

@@ -208,7 +208,7 @@ async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(clust
     for method, parts in MULTIPLYING.items():
         for data in parts:
             started_s = time.process_time()
-            call = cluster.channel.unary_stream(method)(data)  # one answer is a short stream
+            call = cluster.raw_stream(method)(data)  # one answer is a short stream
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, data[:20]
@@ -253,7 +253,7 @@ async def test_ids_of_another_shape_are_not_echoed(cluster: Cluster, name: str, 
 
 
 async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(cluster: Cluster) -> None:
-    call = cluster.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    call: Any = cluster.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
         await call(b"\xff" * 100)
     stub = GRPCInferenceServiceStub(cluster.channel)
@@ -274,7 +274,7 @@ async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(clu
     ],
 )
 async def test_services_beside_the_clients_refuse_bytes_that_are_no_message(cluster: Cluster, method: str) -> None:
-    call = cluster.channel.unary_stream(method)(b"\xff" * 100)
+    call = cluster.raw_stream(method)(b"\xff" * 100)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -50,6 +50,7 @@ async def run(cluster: Cluster, max_tokens: int | None = None) -> tuple[list[int
     """Tokens and end of one request."""
     submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling(max_tokens=max_tokens)))
     tokens = [token.token_id async for pieces in submitted.stream for piece in pieces for token in piece.tokens]
+    assert submitted.stream.final is not None
     return tokens, submitted.stream.final
 
 

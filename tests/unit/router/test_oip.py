@@ -158,11 +158,11 @@ async def test_a_stream_answers_its_requests_in_order_and_survives_a_bad_one(
 
 async def test_a_disconnect_cancels_the_request(cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
     cluster.prefill.behaviour.hold_prefills = True
-    calls = [stub.ModelInfer(text_request()), stub.ModelStreamInfer(iter([text_request()]))]
-    unary = asyncio.ensure_future(calls[0])
-    stream = asyncio.ensure_future(calls[1].read())
+    one, several = stub.ModelInfer(text_request()), stub.ModelStreamInfer(iter([text_request()]))
+    unary = asyncio.ensure_future(one)
+    stream = asyncio.ensure_future(several.read())
     await until(lambda: len(cluster.prefill.frames("prefill")) == 2)
-    for call in calls:
+    for call in (one, several):
         call.cancel()
     await asyncio.gather(unary, stream, return_exceptions=True)
     await until(lambda: cluster.ends("cancelled") == 2)

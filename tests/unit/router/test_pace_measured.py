@@ -17,7 +17,7 @@ async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Cluster) -> Non
     tokens = cluster.says("abcdefghijklmnopqrst")
     cluster.prefill.behaviour.token_delay_s = 20 * TOKEN_DELAY_S
     cluster.decode.behaviour.token_delay_s = TOKEN_DELAY_S
-    prefill, decode = (cluster.app.dispatcher.fleet.worker(name, 1).estimates for name in ("p0", "d0"))
+    prefill, decode = (cluster.worker(name).estimates for name in ("p0", "d0"))
     await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256)
     await cluster.settled()
     await until(lambda: prefill.pace() != START_PACE and decode.pace().tpot_s != START_PACE.tpot_s)
@@ -34,7 +34,7 @@ async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Cluster) -> No
     cluster.prefill.behaviour.token_delay_s = 0.1
     await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256, max_tokens=1)
     await cluster.settled()
-    estimates = cluster.app.dispatcher.fleet.worker("p0", 1).estimates
+    estimates = cluster.worker("p0").estimates
     await until(lambda: estimates.pace() != START_PACE)
     assert estimates.pace().prefill_s_per_token == pytest.approx(0.1 / 96, rel=0.3)
 

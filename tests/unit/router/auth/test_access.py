@@ -157,7 +157,7 @@ async def call(cluster: Cluster, method: str, metadata: Any = ()) -> grpc.Status
 
     As one that takes one message, it is the same on the wire; a client's stream that is refused before it has written
     may end with the library's own INTERNAL."""
-    running = cluster.channel.unary_stream(method)(b"", metadata=metadata)
+    running = cluster.raw_stream(method)(b"", metadata=metadata)
     try:
         async with asyncio.timeout(5):
             async for _ in running:
@@ -169,7 +169,7 @@ async def call(cluster: Cluster, method: str, metadata: Any = ()) -> grpc.Status
 
 
 async def test_every_method_refuses_a_missing_or_wrong_key(cluster: Cluster, keys: Keys) -> None:
-    wrong = [tuple(headers.items()) for headers in wrong_headers(keys)]
+    wrong: list[tuple[tuple[str, str | bytes], ...]] = [tuple(headers.items()) for headers in wrong_headers(keys)]
     wrong = [each for each in wrong if all(len(value) < 5000 for _, value in each)]  # else the transport refuses it
     wrong.append((("authorization-bin", b"Bearer " + keys.texts["operator"].encode()),))
     for method in METHODS:

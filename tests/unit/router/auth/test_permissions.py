@@ -23,7 +23,7 @@ from router.testing.stub_worker import until
 from tandem.config.auth import LimitsSpec
 from tandem.errors import Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
-from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
@@ -114,7 +114,7 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Cluster
     assert not any(MODEL in each.json()["error"]["message"].split("got")[0] for each in answers)
     metadata = keys.metadata("narrow")
     assert not (await cluster.inference.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
-    stub = GRPCInferenceServiceStub(cluster.channel)
+    stub = oip_grpc.GRPCInferenceServiceStub(cluster.channel)
     assert not (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL), metadata=metadata)).ready
     text = oip.ModelInferRequest.InferInputTensor(
         name="text_input", datatype="BYTES", shape=[1], contents=oip.InferTensorContents(bytes_contents=[b"x"])
@@ -205,17 +205,24 @@ async def test_an_open_stream_stops_answering_when_its_key_is_removed(
     cluster.says("hello")
     keys.add("leaver")
     await until(lambda: is_known(cluster, keys, "leaver"))
-    stream = GRPCInferenceServiceStub(cluster.channel).ModelStreamInfer(metadata=keys.metadata("leaver"))
+    stub: oip_grpc.GRPCInferenceServiceAsyncStub = oip_grpc.GRPCInferenceServiceStub(cluster.channel)
+    stream = stub.ModelStreamInfer(metadata=keys.metadata("leaver"))
     text = oip.InferTensorContents(bytes_contents=[b"x"])
     tensor = oip.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1], contents=text)
     request = oip.ModelInferRequest(model_name=MODEL, inputs=[tensor])
+
+    async def read() -> oip.ModelStreamInferResponse:
+        reply = await stream.read()
+        assert isinstance(reply, oip.ModelStreamInferResponse)
+        return reply
+
     await stream.write(request)
-    while not (await stream.read()).infer_response.parameters["triton_final_response"].bool_param:
+    while not (await read()).infer_response.parameters["triton_final_response"].bool_param:
         pass
     change_keys(keys.path, lambda known: known.without(keys.ids["leaver"]))
     await until(lambda: not is_known(cluster, keys, "leaver"))
     await stream.write(request)
-    assert "expected a valid API key" in (await stream.read()).error_message
+    assert "expected a valid API key" in (await read()).error_message
     await stream.done_writing()
     await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 1)
     [line] = lines(tmp_path / "audit.jsonl")
@@ -248,8 +255,8 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
     stream = await client.completions.create(model=MODEL, prompt="a secret question", stream=True)
     assert [chunk async for chunk in stream]
     await client.close()
-    events = cluster.inference.Generate(pb.GenerateRequest(prompt="a secret question"), metadata=keys.metadata("acme"))
-    events = [event async for event in events]
+    call = cluster.inference.Generate(pb.GenerateRequest(prompt="a secret question"), metadata=keys.metadata("acme"))
+    events = [event async for event in call]
     with pytest.raises(grpc.aio.AioRpcError):
         await cluster.inference.ListModels(pb.ListModelsRequest())
     await until(lambda: len(lines(audit)) == 6)
