@@ -253,6 +253,8 @@ class TestLive:
             [
                 sys.executable,
                 "benchmarks/serving.py",
+                "--address",
+                f"127.0.0.1:{GRPC_PORT}",
                 "--streams",
                 "2",
                 "--requests",
