@@ -30,7 +30,7 @@ from tandem.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 KIND = "tandem-recording"
 MAX_JOINED_TOKENS = 256
 

@@ -163,7 +163,7 @@ class Replay:
     def _header(self, first: tuple[int, bytes]) -> None:
         try:
             header = _decoder.decode(first[1])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             header = None
         if not first[1]:
             raise InputError("recording: it is empty: the router has recorded nothing in it yet")
