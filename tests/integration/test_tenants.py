@@ -24,7 +24,7 @@ from tandem.config.auth import AuthSpec
 from tandem.config.spec import EngineSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
 
-FULL_ROUNDS, SHORT_ROUNDS, CONTROL_ROUNDS = 500, 30, 30
+FULL_ROUNDS, SHORT_ROUNDS, CONTROL_ROUNDS = 500, 30, 300
 VOCAB = 300
 PROMPT_TOKENS = 304
 WARM_UP = 5
@@ -108,24 +108,37 @@ def compared(name: str, first: list[Answer], second: list[Answer]) -> float:
     return p
 
 
+async def rounds_that_show_a_hit(http: httpx.AsyncClient, key: str) -> int:
+    """The control: rounds it takes on this machine, as busy as it is, until times show that one tenant asks again."""
+    fresh: list[Answer] = []
+    again: list[Answer] = []
+    while len(fresh) < CONTROL_ROUNDS:
+        for told, answers in zip(
+            (fresh, again), await ask_in_turn(http, SHORT_ROUNDS, key, key, 1_000_000 + len(fresh)), strict=True
+        ):
+            told.extend(answers)
+        assert all(each.cached_tokens >= PROMPT_TOKENS // 16 * 16 - 16 for each in again)
+        if compared("the same tenant again", fresh, again) < CERTAIN:
+            return len(fresh)
+    pytest.fail("these times would not show a hit")
+
+
 @pytest.mark.soak
 @pytest.mark.slow
 async def test_times_do_not_tell_one_tenant_what_another_has_asked(
     tmp_path: Path, routed: Callable[..., AbstractAsyncContextManager[Any]]
 ) -> None:
-    rounds = FULL_ROUNDS if os.environ.get("TANDEM_SOAK") else SHORT_ROUNDS
     model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, hidden=128, layers=4, seed=1)
     path, victim, curious = two_keys(tmp_path)
     engine = EngineSpec(kv_blocks=400)
     async with routed(model, prefill=1, decode=1, engine=engine, auth=AuthSpec(keys_file=str(path))) as cluster:
         url = f"http://127.0.0.1:{cluster.app.http_port}"
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            fresh, again = await ask_in_turn(http, CONTROL_ROUNDS, victim, victim, 1000)
-            assert all(each.cached_tokens >= PROMPT_TOKENS // 16 * 16 - 16 for each in again)
-            assert compared("the same tenant again", fresh, again) < CERTAIN, "these times would show a hit"
-            for attempt in (1, 2):
+            rounds = await rounds_that_show_a_hit(http, victim)
+            rounds = max(rounds, FULL_ROUNDS if os.environ.get("TANDEM_SOAK") else SHORT_ROUNDS)
+            for attempt in (1, 2, 3):
                 first, second = await ask_in_turn(http, rounds, victim, curious, 10_000 * attempt)
                 assert {each.cached_tokens for each in [*first, *second]} == {0}
                 if compared("another tenant", first, second) > SUSPICIOUS:
                     return
-    pytest.fail("twice in a row the times differed")
+    pytest.fail("three times in a row the times differed")
