@@ -29,7 +29,7 @@ from router.observe.metrics.requests import RouterMetrics
 from router.observe.metrics.scraped import ScrapedMetrics
 from router.observers import Observers
 from router.policies.estimates import Estimates
-from router.policies.named_policies import policy_profile
+from router.policies.placement import named_policy
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.probes.health_watch import HealthWatch
@@ -107,7 +107,7 @@ class RouterApp:
             spec=spec,
             fleet=Fleet(launch.router_id, Estimates(clock), tls=self._tls),
             mirror=self.mirror,
-            policy=policy_profile(spec, seed=seed),
+            policy=named_policy(spec, seed=seed),
             facts=Facts(),
             clock=clock,
             recorder=recorder,

@@ -13,7 +13,7 @@ from tandem.v1 import cluster_pb2, worker_pb2
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 _SEVERITIES = {"done": Severity.GOOD, "under_way": Severity.INFO, "dry_run": Severity.INFO}
-_STATES = ("ready", "connecting", "down", "refused")  # best first
+_STATES = ("ready", "idle", "connecting", "down", "refused")  # best first
 
 
 def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:

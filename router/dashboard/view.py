@@ -72,7 +72,7 @@ class RouterView:
             workers=workers,
             flows=list(self._flows(now_s)),
             queues=self._queues(),
-            queued_requests=len(dispatcher.admission),
+            queued_requests=len(dispatcher.queue),
             running_requests=len(dispatcher.running()),
             rates=figures.rates(slices, up_s, now_s),
             latency=figures.summaries(slices, now_s),
@@ -136,8 +136,8 @@ class RouterView:
             )
 
     def _queues(self) -> list[snapshot.QueueRow]:
-        admission = self._dispatcher.admission
-        queued, refusals = admission.queued_by_class(), admission.refusals
+        queue = self._dispatcher.queue
+        queued, refusals = queue.queued_by_class(), queue.refusals
         return [
             snapshot.QueueRow(
                 name=each.name,

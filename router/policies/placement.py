@@ -1,4 +1,4 @@
-"""Filter → Score → Pick for one role, and the placement of a request with both roles."""
+"""The rules of placement: filter → score → pick for one role, both roles of a request, and the policies by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from router.policies.costs import prefill_s
-from router.policies.filters import HasPrefillRoom
+from router.policies.filters import HasPrefillRoom, NotExcluded
 from router.policies.local_prefill import LocalPrefill
+from router.policies.scores import (
+    CachedPrefix,
+    ExpectedTime,
+    ExpectedTtft,
+    FewestRunning,
+    FewestTokens,
+    FreeBlocks,
+    InTurn,
+    SessionAffinity,
+    Shuffled,
+)
 from router.policies.types import Candidate, Filter, Pick, Placement, PlacementQuery, PlacementReason, Score, WaitReason
-from tandem.config.spec import Disaggregation
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+
+Weighted = tuple[tuple[Score, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +40,7 @@ class HighestScore:
 @dataclass(frozen=True, slots=True)
 class Policy:
     filters: tuple[Filter, ...]
-    scores: tuple[tuple[Score, float], ...]  # with weights
+    scores: Weighted
     picker: Pick = HighestScore()
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -121,3 +134,44 @@ class PlacementPolicy:
             return PlacementReason.HANDOFF_LONG_SUFFIX
         sooner = self.local.is_sooner(query, decode)
         return PlacementReason.HANDOFF_SPARES_DECODES if sooner else PlacementReason.HANDOFF_AS_SOON
+
+
+def named_policy(spec: RouterSpec, *, seed: int = 0) -> PlacementPolicy:
+    """The policy that `router.policy` names: the default or a baseline.
+
+    `seed` is for the policy `random`; routers of one cluster should have different seeds.
+    """
+    room = HasPrefillRoom(spec.max_prefill_tokens_in_flight)
+    local = LocalPrefill(
+        max_tokens=spec.local_prefill_max_tokens,
+        busy_max_tokens=spec.local_prefill_busy_max_tokens,
+        idle_room=room,
+        predicts=spec.policy is PolicyName.EXPECTED_TTFT,
+    )
+    decode, prefill = _scores(spec.policy, None if spec.disaggregation is Disaggregation.ALWAYS else local, seed)
+    return PlacementPolicy(
+        decode=Policy((NotExcluded(),), decode),
+        prefill=Policy((NotExcluded(), room), prefill),
+        prefill_room=room,
+        disaggregation=spec.disaggregation,
+        local=local,
+    )
+
+
+def _scores(name: PolicyName, local: LocalPrefill | None, seed: int) -> tuple[Weighted, Weighted]:
+    """Weighted scores of decode workers and of prefill workers.
+
+    The small weights of free blocks and affinity decide between workers with similar times.
+    """
+    affinity = (SessionAffinity(), 0.1)
+    match name:
+        case PolicyName.EXPECTED_TTFT:
+            return ((ExpectedTime(local), 1.0), (FreeBlocks(), 0.2), affinity), ((ExpectedTtft(), 1.0), affinity)
+        case PolicyName.LEAST_LOADED:
+            return ((FewestRunning(), 1.0), (FreeBlocks(), 1.0)), ((FewestTokens(), 1.0),)
+        case PolicyName.CACHE_ONLY:
+            return ((CachedPrefix(), 1.0),), ((CachedPrefix(), 1.0),)
+        case PolicyName.ROUND_ROBIN:
+            return ((InTurn(), 1.0),), ((InTurn(), 1.0),)
+        case PolicyName.RANDOM:
+            return ((Shuffled(seed), 1.0),), ((Shuffled(seed), 1.0),)

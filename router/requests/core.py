@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.admission.admission import Admission
+from router.admission.request_queue import RequestQueue
 from router.policies.placement import PlacementPolicy
 from router.policies.types import Placement, WaitReason
 from router.prefix_index.mirror import WorkerKey
@@ -63,7 +63,7 @@ class RequestCore:
         facts: Facts,
         recorder: Recorder | None = None,
     ) -> None:
-        self.admission: Admission[RequestRun] = Admission(
+        self.queue: RequestQueue[RequestRun] = RequestQueue(
             spec.classes,
             max_queued_requests=spec.max_queued_requests,
             queue_timeout_s=spec.queue_timeout_s,
@@ -84,10 +84,10 @@ class RequestCore:
     @property
     def active(self) -> int:
         """Requests that wait or are on workers."""
-        return len(self.placer) + len(self.admission)
+        return len(self.placer) + len(self.queue)
 
     def waiting(self) -> list[RequestRun]:
-        return self.admission.items()
+        return self.queue.items()
 
     def running(self) -> list[RequestRun]:
         """Those on workers."""
@@ -101,7 +101,7 @@ class RequestCore:
         self.on(run, ev.Submitted())
         self.facts.publish(run, Arrived(), now_s)
         try:
-            pushed_out = self.admission.offer(run.request.model, run, run.terms, run.prefill_tokens, now_s)
+            pushed_out = self.queue.offer(run.request.model, run, run.terms, run.prefill_tokens, now_s)
         except TandemError as error:
             self.on(run, ev.Rejected(error))
             raise
@@ -140,7 +140,7 @@ class RequestCore:
     def _act_on(self, run: RequestRun, fact: act.Fact) -> None:
         match fact:
             case act.FirstToken():
-                self.admission.first_token(run, run.now_s)
+                self.queue.first_token(run, run.now_s)
                 self.placer.prefilled(run)
                 self._carrier.pump_soon()
             case act.Moved(source=source):
@@ -157,13 +157,13 @@ class RequestCore:
         """Places what can be placed now. Called when a worker, a request or the clock has changed something. Returns
         when time alone changes something next; None: never."""
         now_s = self._clock.now_s()
-        self.admission.dispatch(now_s, self._place, self.placer.prefillers)
-        for run, error in self.admission.expire(now_s):
+        self.queue.dispatch(now_s, self._place, self.placer.prefillers)
+        for run, error in self.queue.expire(now_s):
             self.on(run, ev.Rejected(error))
         self._move_off()
-        for run in self.admission.oversized_batch():
+        for run in self.queue.oversized_batch():
             self.on(run, ev.Yielded(UnavailableError("gave way to requests that are not of a batch class")))
-        due_s = self.admission.next_due_s(now_s)
+        due_s = self.queue.next_due_s(now_s)
         if len(self.placer) and self._fleet.leaving():
             due_s = now_s + MOVE_RETRY_S if due_s is None else min(due_s, now_s + MOVE_RETRY_S)
         return due_s
@@ -215,7 +215,7 @@ class RequestCore:
     def _put_back(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
         self.facts.publish(run, Requeued(cause, refused), run.now_s)
         self.placer.release(run)
-        self.admission.put_back(
+        self.queue.put_back(
             run.request.model,
             run,
             run.terms,
@@ -227,9 +227,9 @@ class RequestCore:
         self._carrier.pump_soon()
 
     def _end(self, run: RequestRun, end: act.End) -> None:
-        had_place = run in self.placer or run in self.admission
+        had_place = run in self.placer or run in self.queue
         self.placer.release(run)
-        self.admission.remove(run)
+        self.queue.remove(run)
         self._carrier.ended(run, end)
         if had_place:  # what was refused at once leaves nothing to others
             self._carrier.pump_soon()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from router.admission.admission import Admission
+from router.admission.request_queue import RequestQueue
 from router.policies.placement import PlacementPolicy
 from router.prefix_index.mirror import PrefixMirror
 from router.requests import actions as act
@@ -59,8 +59,8 @@ class Dispatcher:
         self._is_closed = False
 
     @property
-    def admission(self) -> Admission[RequestRun]:
-        return self.core.admission
+    def queue(self) -> RequestQueue[RequestRun]:
+        return self.core.queue
 
     @property
     def active(self) -> int:
@@ -99,7 +99,7 @@ class Dispatcher:
 
     def pump_waiting(self) -> None:
         """A worker may have room now: pumps if a request waits."""
-        if len(self.core.admission):
+        if len(self.core.queue):
             self.pump()
 
     async def drain(self, timeout_s: float) -> None:

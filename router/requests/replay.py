@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvtransfer.causes import HandoffFault, parse_cause
-from router.policies.named_policies import policy_profile
-from router.policies.placement import PlacementPolicy
+from router.policies.placement import PlacementPolicy, named_policy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
@@ -181,7 +180,7 @@ class Replay:
             spec = RouterSpec.model_validate(header.spec)
         except ValueError as error:
             raise InputError(f"recording: its router configuration is not of this release: {error}") from None
-        self._policy = policy_profile(spec, seed=header.seed)
+        self._policy = named_policy(spec, seed=header.seed)
 
     def _replay(self, number: int, line: Line) -> None:
         match line:

@@ -42,19 +42,14 @@ class StubBehaviour:
 
     answer: AnswerScript = lambda prompt: list(prompt[:8])  # gives all tokens of the answer to a prompt
     token_delay_s: float = 0.0
-    prefill_wait_s: float = 0.0  # before the computation of a prompt
     refuse_reservations: int = 0  # this many are refused with kv_exhausted
     fail_handoffs: int = 0  # this many joins end with handoff_failed, cause digest_mismatch
     sent_report_after_s: float = 0.0  # delay of the prefill worker's report of its side
     fail_decodes: int = 0  # this many answers end with worker_lost after one token of this worker
     talk_after_failure: bool = False  # keep sending tokens of a failed request
-    hold_joins: bool = False  # never answer Join
-    hold_acknowledgements: bool = False  # never finish a prefill worker's side of a handoff
-    hold_reservations: bool = False  # never answer Reserve
     hold_prefills: bool = False  # never answer Prefill and Generate
     cached_tokens: int = 0
     logprob: float = -0.5
-    drop_prompt_scores: bool = False
     reports_steps: bool = True  # send the load several times per second while there are requests, as real workers do
     is_stuck: bool = False  # accept connections and frames, and send nothing
     fail_canaries: bool = False
@@ -204,7 +199,7 @@ class StubWorker(WorkerServicer):
         if self.behaviour.refuse_reservations > 0:
             self.behaviour.refuse_reservations -= 1
             self._error(session, wire_id, ErrorCode.KV_EXHAUSTED)
-        elif not self.behaviour.hold_reservations:
+        else:
             session.works[wire_id] = work
             ticket = worker_pb2.HandoffTicket(
                 signed=b"stub",
@@ -240,7 +235,7 @@ class StubWorker(WorkerServicer):
         ended = self._end_reason(work, tokens, 1)
         if ended is not None:
             frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
-        elif not self.behaviour.hold_acknowledgements:
+        else:
             blocks = blocks_for(len(work.prompt), BLOCK_TOKENS)
             sent = worker_pb2.HandoffDone(
                 request_id=wire_id,
@@ -256,8 +251,7 @@ class StubWorker(WorkerServicer):
                 )
             else:
                 frame.handoffs.append(sent)
-        if ended is not None or not self.behaviour.hold_acknowledgements:
-            self.known.discard(wire_id)
+        self.known.discard(wire_id)
         session.out.put_nowait(frame)
 
     async def _generate(self, session: _Session, work: worker_pb2.Work) -> None:
@@ -270,8 +264,6 @@ class StubWorker(WorkerServicer):
             self._error(session, wire_id, ErrorCode.HANDOFF_FAILED, HandoffCause.DIGEST_MISMATCH)
             if self.behaviour.talk_after_failure:
                 await self._stream(session, work, 1)
-            return
-        if self.behaviour.hold_joins:
             return
         blocks = blocks_for(len(work.prompt) - self.behaviour.cached_tokens, BLOCK_TOKENS)
         done = worker_pb2.HandoffDone(
@@ -312,7 +304,6 @@ class StubWorker(WorkerServicer):
 
     async def _compute(self) -> float:
         """Waits as if computing a prompt. Returns when the computation began."""
-        await asyncio.sleep(self.behaviour.prefill_wait_s)
         start_s = time.monotonic()
         await asyncio.sleep(self.behaviour.token_delay_s)
         return start_s
@@ -341,7 +332,7 @@ class StubWorker(WorkerServicer):
         return token
 
     def _score_prompt(self, frame: worker_pb2.WorkerFrame, work: worker_pb2.Work) -> None:
-        if not work.sampling.HasField("prompt_logprobs") or self.behaviour.drop_prompt_scores:
+        if not work.sampling.HasField("prompt_logprobs"):
             return
         scores = frame.prompt_scores.add(request_id=work.request_id, start=1)
         for token_id in work.prompt[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -95,9 +96,10 @@ async def test_a_recorded_run_of_a_real_cluster_replays_the_same(
         await live.workers.directory.put(info)
         await asyncio.gather(*asking)
 
-        # A worker is lost.
+        # A worker is lost with requests, for it is frozen before they come.
+        live.workers.live["decode-1"].ranks[0].send_signal(signal.SIGSTOP)
         asking = [asyncio.create_task(ask(60, 200 + n, 200)) for n in range(4)]
-        await until(lambda: running("decode-1") > 0, timeout_s=30)
+        await until(lambda: workers["decode-1"].account.requests > 0, timeout_s=30)
         live.workers.live["decode-1"].kill()
         await asyncio.gather(*asking)
 
@@ -108,7 +110,9 @@ async def test_a_recorded_run_of_a_real_cluster_replays_the_same(
     report = replayed(file)
     assert report.first is None
     assert not report.skipped
-    assert (report.runs, report.events > 200, report.placements > 24) == (32, True, True)
+    assert report.runs == 32
+    assert report.events > 4 * 32  # how many tokens come in one depends on how fast the machine is
+    assert report.placements > 24
 
     done = CliRunner().invoke(command_line, ["replay", str(file), "--steps"])
     assert done.exit_code == 0, done.output

@@ -13,10 +13,10 @@ from router.requests.core import RequestCore
 class CoreCollector(Collector):
     def __init__(self, core: RequestCore) -> None:
         self._core = core
-        self._admission = core.admission
+        self._queue = core.queue
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        yield GaugeMetricFamily("tandem_queued_requests", "Requests in the queue now.", value=len(self._admission))
+        yield GaugeMetricFamily("tandem_queued_requests", "Requests in the queue now.", value=len(self._queue))
         yield GaugeMetricFamily("tandem_running_requests", "Requests on workers now.", value=len(self._core.placer))
         failures = CounterMetricFamily(
             "tandem_observer_failures", "Facts that an observer of requests failed on.", labels=["observer"]
@@ -27,13 +27,13 @@ class CoreCollector(Collector):
             failures.add_metric(["recorder"], self._core.unrecorded)
         yield failures
         queued = GaugeMetricFamily("tandem_class_queued_requests", "Requests in the queue now.", labels=["class"])
-        for name, count in self._admission.queued_by_class().items():
+        for name, count in self._queue.queued_by_class().items():
             queued.add_metric([name], count)
         yield queued
         refused = CounterMetricFamily(
             "tandem_admission_refusals", "Requests that admission refused.", labels=["class", "reason"]
         )
-        for (name, refusal), count in self._admission.refusals.items():
+        for (name, refusal), count in self._queue.refusals.items():
             refused.add_metric([name, refusal.value], count)
         yield refused
         rates = GaugeMetricFamily(
@@ -41,6 +41,6 @@ class CoreCollector(Collector):
             "Prompt tokens per second that a pool prefills while requests wait.",
             labels=["model"],
         )
-        for model, rate in self._admission.rates().items():
+        for model, rate in self._queue.rates().items():
             rates.add_metric([model], rate)
         yield rates

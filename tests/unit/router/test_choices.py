@@ -175,13 +175,6 @@ class TestEcho:
         assert goes_on
         assert not any(work.sampling.HasField("prompt_logprobs") for work in goes_on)
 
-    async def test_a_worker_that_leaves_scores_out_is_not_believed(self, cluster: Cluster) -> None:
-        cluster.says("xyz")
-        cluster.prefill.behaviour.drop_prompt_scores = True
-        reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "echo": True, "logprobs": 1})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal")
-        await cluster.settled()
-
 
 async def test_of_tokens_with_the_same_text_the_likeliest_counts(cluster: Cluster) -> None:
     """Halves of characters all look alike; the best of them must not be hidden by a worse one."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import pytest
 
 from cluster.control.autoscaling import demand_of
 from cluster.control.router_traces import RouterTraces
 from router.policies.pace import BATCH_SIZES
-from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2
 from tests.unit.router.conftest import Cluster
 
@@ -33,7 +30,7 @@ async def ask(cluster: Cluster, priority: str = "interactive", timeout_s: float 
 
 async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Cluster) -> None:
     cluster.says("one two three")
-    assert await demand(cluster) == trace_pb2.ModelDemand(model=MODEL), "nobody asked for anything yet"
+    assert await demand(cluster) == trace_pb2.ModelDemand(model=MODEL), "no request came yet"
     for _ in range(3):
         await ask(cluster)
     found = await demand(cluster)
@@ -44,26 +41,6 @@ async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Clus
     assert found.queued_tokens == 0
     assert len(found.prefill.tpot_s) == len(found.decode.tpot_s) == len(BATCH_SIZES)
     assert found.prefill.prefill_s_per_token > 0
-
-
-async def test_what_waits_is_told_and_refusals_count_as_missed(cluster: Cluster) -> None:
-    await cluster.decode.kill()
-    await until(lambda: not cluster.app.service.ready)
-    waiting = [asyncio.create_task(ask(cluster, timeout_s=0.5)) for _ in range(2)]
-    await until(lambda: len(cluster.app.dispatcher.admission) == 2)
-    found = await demand(cluster)
-    assert (found.requests, found.queued_tokens, found.first_tokens) == (2, 80, 0)
-    assert not found.HasField("decode")
-    await asyncio.gather(*waiting, return_exceptions=True)
-    found = await demand(cluster)
-    assert (found.queued_tokens, found.judged, found.missed_ttft) == (0, 2, 2)
-
-
-async def test_batch_classes_are_left_out(cluster: Cluster) -> None:
-    cluster.says("one two three")
-    await ask(cluster, "batch")
-    found = await demand(cluster)
-    assert (found.requests, found.first_tokens, found.judged) == (0, 0, 0)
 
 
 async def test_only_the_controller_is_told(cluster: Cluster) -> None:

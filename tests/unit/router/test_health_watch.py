@@ -10,7 +10,7 @@ import pytest
 from router.requests.request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from router.workers.health import HealthState
-from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
+from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
@@ -106,20 +106,6 @@ async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(
     await cluster.settled()
 
 
-async def test_a_failing_worker_is_left_out_and_no_answer_is_lost(
-    cluster: Cluster, four: dict[str, StubWorker]
-) -> None:
-    tokens = says(cluster, four)
-    four["d0"].behaviour.fail_handoffs = 1000
-    for _ in range(8):
-        assert await run(cluster) == tokens
-    assert health(cluster, four["d0"]) is HealthState.EJECTED
-    joins = len(four["d0"].frames("join"))
-    assert await run(cluster) == tokens
-    assert len(four["d0"].frames("join")) == joins, "it gets nothing more"
-    assert health(cluster, four["p0"]) is HealthState.HEALTHY, "its partner in those handoffs worked with others"
-
-
 async def test_a_suspect_whose_canary_fails_is_out(cluster: Cluster, four: dict[str, StubWorker]) -> None:
     tokens, worker = says(cluster, four), four["d0"]
     worker.behaviour.fail_handoffs, worker.behaviour.fail_canaries = 3, True
@@ -129,33 +115,6 @@ async def test_a_suspect_whose_canary_fails_is_out(cluster: Cluster, four: dict[
     await until(lambda: health(cluster, worker) is HealthState.EJECTED)
     assert worker.canaries
     assert cluster.metric('tandem_canaries_total{purpose="worker",result="failed"}') == 1
-
-
-# A policy that looks at nothing: the default one would see how slow it is, and soon leave it alone.
-BLIND = RouterSpec(
-    http_port=0,
-    grpc_port=0,
-    disaggregation=Disaggregation.ALWAYS,
-    policy=PolicyName.ROUND_ROBIN,
-    worker_stall_s=STALL_S,
-)
-
-
-@pytest.mark.parametrize("spec", [BLIND], ids=["round robin"])
-@pytest.mark.slow
-async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(
-    cluster: Cluster, four: dict[str, StubWorker]
-) -> None:
-    tokens = says(cluster, four)
-    four["d0"].behaviour.token_delay_s = 0.1
-    for _ in range(20):  # until it shows, also where a busy machine makes the quick one slow at times
-        assert await asyncio.gather(*(run(cluster) for _ in range(12))) == [tokens] * 12
-        if health(cluster, four["d0"]) is HealthState.EJECTED:
-            break
-    assert health(cluster, four["d0"]) is HealthState.EJECTED
-    assert health(cluster, four["d1"]) is HealthState.HEALTHY
-    assert cluster.metric('tandem_ejections_total{reason="slow",role="decode"}') == 1
-    assert cluster.metric("tandem_retries_total") == 0, "what it has it may finish"
 
 
 async def test_well_and_idle_workers_hear_no_canaries_and_no_timer_runs(

@@ -4,6 +4,8 @@ from typing import Any
 import openai
 import pytest
 
+from router.requests.facts import Arrived
+from tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
@@ -130,6 +132,20 @@ async def test_sampling_reaches_the_workers_resolved(cluster: Cluster) -> None:
     assert dict(sampling.logit_bias) == {9: -100, 70: 1.5}
     [same] = cluster.prefill.works.values()
     assert same.sampling == sampling
+
+
+async def test_the_user_names_the_session_in_every_api(cluster: Cluster) -> None:
+    """Requests of one session prefer the same workers: test_core_placement.py."""
+    sessions: list[bytes | None] = []
+    cluster.app.dispatcher.core.facts.subscribe(Arrived, "test", lambda run, *_: sessions.append(run.request.session))
+    for user in ("one", "two"):
+        await cluster.openai.completions.create(**COMPLETION, user=user)
+        await cluster.openai.chat.completions.create(**CHAT, user=user)
+        await cluster.openai.responses.create(model=MODEL, input="Hi", user=user)
+        assert [event async for event in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi", user=user))]
+    await cluster.openai.completions.create(**COMPLETION)
+    assert sessions == [sessions[0]] * 4 + [sessions[4]] * 4 + [None]
+    assert sessions[0] != sessions[4]
 
 
 async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: Cluster) -> None:

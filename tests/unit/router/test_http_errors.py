@@ -10,7 +10,7 @@ import pytest
 
 from router.edge.http import HttpEdge
 from router.service import RouterService
-from tandem.errors import InputError
+from tandem.errors import InputError, InternalError
 
 
 async def post(error: Exception, *, raises: bool) -> httpx.Response:
@@ -24,6 +24,12 @@ async def post(error: Exception, *, raises: bool) -> httpx.Response:
     transport = httpx.ASGITransport(cast(Any, app), raise_app_exceptions=raises)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         return await client.post("/v1/chat/completions", json={})
+
+
+async def test_a_fault_of_a_worker_is_an_internal_error_that_says_so() -> None:
+    answer = await post(InternalError("worker p0 left out logprobs of the prompt"), raises=True)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    assert "p0" in answer.json()["error"]["message"]
 
 
 async def test_a_named_error_is_answered_with_its_status_and_field() -> None:

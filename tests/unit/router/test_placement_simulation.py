@@ -16,8 +16,8 @@ from itertools import count
 
 import pytest
 
-from router.policies.named_policies import policy_profile
 from router.policies.pace import START_PACE
+from router.policies.placement import named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
@@ -61,7 +61,7 @@ class Simulation:
         self, name: PolicyName, mode: Disaggregation = Disaggregation.AUTO, *, prefill: int = 4, decode: int = 4
     ) -> None:
         spec = RouterSpec(policy=name, disaggregation=mode, max_prefill_tokens_in_flight=1 << 20)
-        self.policy = policy_profile(spec)
+        self.policy = named_policy(spec)
         self.prefill = {f"p{number}": SimWorker(f"p{number}") for number in range(prefill)}
         self.decode = {f"d{number}": SimWorker(f"d{number}") for number in range(decode)}
         self.result = Result()

@@ -5,9 +5,8 @@ import pytest
 from msgspec import structs
 
 from router.policies.costs import ttft_s
-from router.policies.named_policies import policy_profile
 from router.policies.pace import START_PACE, Pace
-from router.policies.placement import PlacementPolicy
+from router.policies.placement import PlacementPolicy, named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, WaitReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
@@ -22,7 +21,7 @@ def worker(
 
 
 def policy(mode: Disaggregation = ALWAYS, name: PolicyName = PolicyName.EXPECTED_TTFT) -> PlacementPolicy:
-    return policy_profile(
+    return named_policy(
         RouterSpec(
             policy=name,
             disaggregation=mode,
@@ -259,7 +258,7 @@ class TestBaselines:
         spec = RouterSpec(policy=PolicyName.RANDOM, disaggregation=ALWAYS)
         queries = [PlacementQuery(9, number=number) for number in range(20)]
         one, other = (
-            [policy_profile(spec, seed=seed).place(query, THREE_DECODE, THREE_PREFILL) for query in queries]
+            [named_policy(spec, seed=seed).place(query, THREE_DECODE, THREE_PREFILL) for query in queries]
             for seed in (1, 2)
         )
         assert one != other

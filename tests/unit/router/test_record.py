@@ -12,9 +12,7 @@ import pytest
 from cluster.cli.commands.record import Recorded, note
 from planner.traces.read import read_trace
 from router.edge.traces import SECRET_KEY
-from router.observe.request_tap import MAX_LISTENERS, MAX_WAITING
-from router.requests.actions import End
-from router.requests.run import RequestRun
+from router.observe.request_tap import MAX_LISTENERS
 from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc
 from tests.unit.router.conftest import Cluster
@@ -89,27 +87,6 @@ async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Cl
         note(logged, seen, file)
     call.cancel()
     assert (logged.output_tokens, seen.requests, seen.unanswered) == (0, 0, 1)
-
-
-async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(
-    cluster: Cluster,
-) -> None:
-    tap = cluster.app.observers.tap
-    listen = tap.listen(SALT, "")
-    reading = asyncio.ensure_future(anext(listen))
-    await until(lambda: len(tap._listeners) == 1)
-    await ask(cluster, "hi")
-    await reading
-    runs: list[RequestRun] = []
-    cluster.app.dispatcher.core.facts.subscribe(End, "test", lambda run, end, now_s: runs.append(run))
-    await ask(cluster, "hi")
-    await until(lambda: bool(runs))
-    for _ in range(MAX_WAITING + 8):  # and the one that ended by itself
-        tap.note(runs[0], 0.0)
-    assert (await anext(listen)).lost == 9
-    assert (await anext(listen)).lost == 0
-    await listen.aclose()
-    assert not tap._listeners
 
 
 @pytest.mark.parametrize("salt", [b"", b"short", b"x" * 65])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,13 @@ from tandem.errors import ConfigError
 
 # redis-py leaves connections of cluster and Sentinel clients to the collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Collects them here, where their warnings are expected, and not in a test of another file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
@@ -98,7 +105,6 @@ async def test_a_cluster_is_one_redis(binary: str, tmp_path: Path) -> None:
             await side.sees({A1: 7})
             async with following(place) as late:
                 await late.sees({A1: 7})
-    gc.collect()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from cluster.cli.commands.replay import run_replay
 from router.observe.trace import Traces
 from router.policies.estimates import Estimates
-from router.policies.named_policies import policy_profile
+from router.policies.placement import named_policy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
@@ -284,7 +284,7 @@ def test_a_placement_with_measured_transfers_is_placed_again_the_same() -> None:
     far = Candidate("p0", 1, 0, 0, 0, 0, 9, 9, transfer_to={("d0", 1): 1.0})
     near = Candidate("p1", 1, 0, 0, 0, 0, 9, 9, transfer_to={("d0", 1): 1e-6})
     query = PlacementQuery(4096)
-    outcome = policy_profile(RouterSpec(), seed=1).place(query, [decode], [far, near])
+    outcome = named_policy(RouterSpec(), seed=1).place(query, [decode], [far, near])
     recorder.placements.append(PlacementSeen(query, [decode], [far, near], outcome))
     recorder.placed(run, 1.0)
     assert recorder.failures == 0

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s, ttft_s
-from router.policies.named_policies import policy_profile
 from router.policies.pace import BATCH_SIZES, START_PACE
+from router.policies.placement import named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery
 from tandem.config.spec import RouterSpec
 
@@ -64,7 +64,7 @@ def prefill_workers() -> Iterator[Candidate]:
         yield Candidate(row["prefill worker"], 1, cached, ahead, ahead, 0, 100, 100, pace=pace, transfer_to=to)
 
 
-POLICY = policy_profile(RouterSpec())
+POLICY = named_policy(RouterSpec())
 DECODE, PREFILL = list(decode_workers()), list(prefill_workers())
 
 

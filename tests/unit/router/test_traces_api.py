@@ -78,27 +78,6 @@ async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(
     assert (await get(cluster, answer.id)).attempts[0].HasField("sent")
 
 
-async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_without(cluster: Cluster) -> None:
-    cluster.decode.behaviour.refuse_reservations = 1
-    cluster.prefill.behaviour.prefill_wait_s = cluster.decode.behaviour.prefill_wait_s = 0.03
-    cluster.prefill.behaviour.token_delay_s = cluster.decode.behaviour.token_delay_s = 0.02
-    await cluster.openai.completions.create(**PROMPT, max_tokens=2)
-    await cluster.list_workers(cluster.decode)
-    await cluster.openai.completions.create(**PROMPT, max_tokens=2)
-    await cluster.settled()
-
-    def summed(stage: str, what: str = "sum") -> float:
-        found: float = cluster.metric(f'tandem_ttft_stage_seconds_{what}{{model="tiny",stage="{stage}"}}')
-        return found
-
-    stages = ("queue", "retry", "reserve", "dispatch", "prefill", "first_token")
-    assert [summed(stage, "count") for stage in stages] == [3, 1, 1, 2, 2, 2]
-    assert sum(map(summed, stages)) == pytest.approx(cluster.metric("tandem_ttft_seconds_sum"))
-    way_s = 0.002  # workers' stages are drawn late by that
-    assert summed("dispatch") > 2 * 0.03 - way_s
-    assert summed("prefill") > 2 * 0.02 - way_s
-
-
 async def test_stages_bytes_and_pieces_are_metrics(cluster: Cluster) -> None:
     await cluster.openai.completions.create(**PROMPT)
     for stage, seconds in {"connect": 0.001, "pieces": 0.002, "verify": 0.001, "join": 0.001}.items():
@@ -110,23 +89,6 @@ async def test_stages_bytes_and_pieces_are_metrics(cluster: Cluster) -> None:
     assert cluster.metric("tandem_handoff_bytes_total") == BLOCK_BYTES
     assert cluster.metric("tandem_handoff_pieces_total") == 1
     assert cluster.metric("tandem_handoff_overlap_share_sum") == 0.5
-
-
-async def test_a_failed_handoff_is_counted_by_its_cause_and_stays_in_the_trace(cluster: Cluster) -> None:
-    cluster.decode.behaviour.fail_handoffs = 1
-    answer = await cluster.openai.completions.create(**PROMPT)
-    failures = 'tandem_handoff_failures_total{cause="digest_mismatch",model="tiny"}'
-    assert cluster.metric(failures) == 1
-    trace = await get(cluster, answer.id)
-    assert trace.state == "finished"
-    assert [(each.error, each.cause) for each in trace.attempts] == [("handoff_failed", "digest_mismatch"), ("", "")]
-
-
-async def test_a_refused_reservation_is_an_attempt(cluster: Cluster) -> None:
-    cluster.decode.behaviour.refuse_reservations = 1
-    answer = await cluster.openai.completions.create(**PROMPT)
-    first, second = (await get(cluster, answer.id)).attempts
-    assert (first.error, first.cause, second.error) == ("kv_exhausted", "", "")
 
 
 async def test_the_latest_are_listed_first(cluster: Cluster) -> None:

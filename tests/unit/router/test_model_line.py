@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.waiting_line import MIN_OBSERVATIONS, DrainRate
+from router.admission.model_line import MIN_OBSERVATIONS, DrainRate
 
 
 def run(rate: DrainRate, start_s: float, seconds: float, every_s: float, tokens: int) -> float:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from router.admission.fair_queue import WeightedFairQueue
-from router.admission.waiting_line import WaitingLine, WaitingRequest
+from router.admission.model_line import ModelLine, WaitingRequest
 from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
@@ -43,12 +43,12 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Prefilling(Generic[Item]):
-    line: WaitingLine[Item]
+    line: ModelLine[Item]
     tokens: int
     batch: bool
 
 
-class Admission(Generic[Item]):
+class RequestQueue(Generic[Item]):
     """The queue of all models. Items must be hashable.
 
     Args:
@@ -66,8 +66,8 @@ class Admission(Generic[Item]):
         self._max_queued = max_queued_requests
         self._timeouts_s = {each.name: each.queue_timeout_s or queue_timeout_s for each in classes}
         self._budget_tokens = budget_tokens
-        self._lines: dict[str, WaitingLine[Item]] = {}
-        self._waiting: dict[Item, tuple[WaitingLine[Item], WaitingRequest[Item]]] = {}
+        self._lines: dict[str, ModelLine[Item]] = {}
+        self._waiting: dict[Item, tuple[ModelLine[Item], WaitingRequest[Item]]] = {}
         self._prefilling: dict[Item, _Prefilling[Item]] = {}
         self._expiries: list[tuple[float, int, WaitingRequest[Item]]] = []  # a heap; may hold entries that left
         self._order = itertools.count()
@@ -193,7 +193,7 @@ class Admission(Generic[Item]):
 
     def _dispatch_tier(
         self,
-        line: WaitingLine[Item],
+        line: ModelLine[Item],
         tier: WeightedFairQueue[WaitingRequest[Item]],
         now_s: float,
         place: Callable[[Item], bool],
@@ -217,7 +217,7 @@ class Admission(Generic[Item]):
             found.line.stop(found.tokens, batch=found.batch)
         return found
 
-    def _check_ttft(self, line: WaitingLine[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
+    def _check_ttft(self, line: ModelLine[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
         spec = self._classes[terms.priority]
         limits_s: list[tuple[float, Refusal, str]] = []
         if terms.deadline_s is not None:
@@ -242,7 +242,7 @@ class Admission(Generic[Item]):
                 retry_after_s=max(SHORTEST_RETRY_S, predicted_s - limit_s),
             )
 
-    def _make_room(self, line: WaitingLine[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
+    def _make_room(self, line: ModelLine[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
         """If the queue is full, evicts the newest request of the tenant with most; batch classes first.
 
         Raises OverloadedError if no tenant has more queued than this one.
@@ -271,14 +271,14 @@ class Admission(Generic[Item]):
         self.remove(entry.item)
         return [(entry.item, OverloadedError(full, retry_after_s=retry_s))]
 
-    def _expiry_s(self, line: WaitingLine[Item], entry: WaitingRequest[Item]) -> float:
+    def _expiry_s(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> float:
         """When the wait ends: the timeout of its class, or the last moment that leaves time for the prefill."""
         due_s = entry.since_s + self._timeouts_s[entry.priority]
         if entry.terms.deadline_s is None:
             return due_s
         return min(due_s, entry.terms.deadline_s - line.least_s(entry.tokens))
 
-    def _expiry_error(self, line: WaitingLine[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
+    def _expiry_error(self, line: ModelLine[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
         waited = f"waited {now_s - entry.since_s:.3g} s in the queue"
         timeout_s = self._timeouts_s[entry.priority]
         if now_s - entry.since_s < timeout_s:
@@ -296,11 +296,11 @@ class Admission(Generic[Item]):
             )
         return OverloadedError(f"{waited}; no worker had room", retry_after_s=retry_s)
 
-    def _retry_after_s(self, line: WaitingLine[Item], now_s: float) -> float:
+    def _retry_after_s(self, line: ModelLine[Item], now_s: float) -> float:
         """The wait of the line's head: a new request waits at least that long."""
         return max(MIN_RETRY_AFTER_S, line.longest_wait_s(now_s))
 
-    def _track(self, line: WaitingLine[Item], entry: WaitingRequest[Item]) -> None:
+    def _track(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> None:
         self._waiting[entry.item] = (line, entry)
         heapq.heappush(self._expiries, (self._expiry_s(line, entry), next(self._order), entry))
         if len(self._expiries) > 2 * len(self._waiting) + SPARE_EXPIRIES:  # mostly entries that left
@@ -316,8 +316,8 @@ class Admission(Generic[Item]):
         found = self._waiting.get(entry.item)
         return found is not None and found[1] is entry
 
-    def _line(self, model: str) -> WaitingLine[Item]:
+    def _line(self, model: str) -> ModelLine[Item]:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = WaitingLine(model, list(self._classes.values()))
+            line = self._lines[model] = ModelLine(model, list(self._classes.values()))
         return line

@@ -87,7 +87,7 @@ class WaitingRequest(Generic[Item]):
         return self.terms.tenant
 
 
-class WaitingLine(Generic[Item]):
+class ModelLine(Generic[Item]):
     def __init__(self, model: str, classes: Sequence[ClassSpec]) -> None:
         self.model = model
         self.regular: WeightedFairQueue[WaitingRequest[Item]] = WeightedFairQueue(
