@@ -29,6 +29,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.engine_experts import QUICK as QUICK_EXPERTS
+from benchmarks.engine_experts import SIZES as EXPERTS
+from benchmarks.engine_experts import ExpertSizes, expert_ratios
 from benchmarks.engine_peers import EnginePeer, find_pair, find_peers
 from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
@@ -66,9 +69,10 @@ class EngineSizes:
     kv_blocks: int = 1200
     streams: int = 16
     served_tokens: int = 64
+    experts: ExpertSizes = EXPERTS
 
 
-QUICK = EngineSizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
+QUICK = EngineSizes(16, 2, 1, (1, 3), (24,), 64, 3, 24, QUICK_EXPERTS)
 
 
 @dataclass(slots=True)
@@ -347,6 +351,12 @@ def _perplexity(logits: Tensor, ids: list[int]) -> float:
     return math.exp(-float(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).mean()))
 
 
+def moe(bench: EngineBench) -> Iterator[Figure]:
+    """How many times as long as grouped experts the search for each expert's tokens takes, in one layer."""
+    for name, ratio in expert_ratios(bench.sizes.experts, bench.threads, bench.sizes.rounds):
+        yield _figure(f"engine.moe_{name}_ratio", ratio, "x", None)
+
+
 def _figure(name: str, value: float, unit: str, reference: float | None) -> Figure:
     ratio = None if reference is None else round(value / reference, 4)
     return Figure(name, round(value, 4), unit, None if reference is None else round(reference, 4), ratio)
@@ -359,6 +369,7 @@ FIGURES: dict[str, Callable[[EngineBench], Iterator[Figure]]] = {
     "served": served,
     "overhead": overhead,
     "perplexity": perplexity,
+    "moe": moe,
 }
 
 

@@ -30,8 +30,8 @@ from benchmarks.handoff_figures import Figure
 from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank, build_rank
-from tandem.engine.graph_recorder import EagerRecorder
 from tandem.request import SamplingParams
 from tandem.testing.engine import NoExport, make_request
 from tandem.testing.models import random_prompt

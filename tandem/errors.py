@@ -13,6 +13,7 @@
     │   └── RateLimited       over the limit of the API key
     ├── UnavailableError      a part of the cluster is missing; a retry may succeed
     │   ├── WorkerLost
+    │   ├── GpuLost           a rank's GPU failed; its worker restarts
     │   ├── NoWorker
     │   └── KvExhausted
     ├── HandoffError          the KV blocks did not arrive intact (causes: kvtransfer/causes.py)
@@ -49,6 +50,7 @@ class ErrorCode(StrEnum):
     RATE_LIMITED = "rate_limit_exceeded"
     UNAVAILABLE = "unavailable"
     WORKER_LOST = "worker_lost"
+    GPU_LOST = "gpu_lost"
     NO_WORKER = "no_worker"
     KV_EXHAUSTED = "kv_exhausted"
     HANDOFF_FAILED = "handoff_failed"
@@ -85,6 +87,7 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.RATE_LIMITED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
     ErrorCode.UNAVAILABLE: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.WORKER_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.GPU_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.NO_WORKER: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.KV_EXHAUSTED: Wire("RESOURCE_EXHAUSTED", 503, "server_error", retryable=True),
     ErrorCode.HANDOFF_FAILED: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
@@ -170,6 +173,10 @@ class UnavailableError(TandemError):
 
 class WorkerLost(UnavailableError):
     code = ErrorCode.WORKER_LOST
+
+
+class GpuLost(UnavailableError):
+    code = ErrorCode.GPU_LOST
 
 
 class NoWorker(UnavailableError):

@@ -15,7 +15,7 @@ class TokenHistory:
     """The prompt's tokens, and the output's tokens with their counts."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> None:
-        self._prompt: Ids = np.unique(np.asarray(prompt, dtype=np.int64))
+        self.prompt: Ids = np.unique(np.asarray(prompt, dtype=np.int64))
         self._answer = Counter(answer)
 
     def extend(self, answer: Sequence[int]) -> None:
@@ -29,4 +29,4 @@ class TokenHistory:
 
     def seen(self) -> Ids:
         """Tokens of prompt and output; a token in both appears twice."""
-        return np.concatenate([self._prompt, self.answer()[0]])
+        return np.concatenate([self.prompt, self.answer()[0]])

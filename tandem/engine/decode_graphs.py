@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
-from tandem.engine.graph_recorder import GraphRecorder
+from tandem.engine.block_tables import check_blocks
+from tandem.engine.device.events import DONE, record_event
+from tandem.engine.device.graph_recorder import GraphRecorder
 from tandem.engine.output import best_of
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import blocks_for
@@ -58,18 +60,18 @@ class DecodeGraphs:
             and all(each.samples and len(each.token_ids) == 1 and not each.scored for each in step.sequences)
         )
 
-    def run(self, sequences: list[SequenceStep], tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns logits [sequences, vocab_size] and `best_of` them, valid until the next run. `tokens` [sequences]
-        int64, on the device, replace those of `sequences`."""
+    def run(self, sequences: list[SequenceStep], tokens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits [sequences, vocab_size], `best_of` them and the input tokens, valid until the next run.
+        `tokens` [sequences] int64, on the device, replace those of `sequences`."""
         count = len(sequences)
         size = next(each for each in self._sizes if each >= count)
         self._inputs.write(sequences, size)
         if tokens is not None:
-            self._inputs.tokens[:count] = tokens.clamp_min(0)  # negative: not finite, the request ends
+            self._inputs.tokens[:count] = tokens.clamp_min(0)  # negative: the output is discarded
         if size not in self.replays:
             self.replays[size] = self._recorder.record(partial(self._decode, size))
         self.replays[size]()
-        return self._logits[:count], self._best[:count]
+        return self._logits[:count], self._best[:count], self._inputs.tokens[:count]
 
     @torch.inference_mode()
     def record_all(self) -> None:
@@ -88,11 +90,7 @@ class DecodeGraphs:
 
 
 class _Inputs:
-    """The recordings' input tensors.
-
-    They are written on the host and copied whole, from two buffers in turn. The host waits for a step before it writes
-    the one after next, so it never writes to a buffer that is being copied.
-    """
+    """The recordings' input tensors. They are written on the host, to two buffers in turn, and copied from there."""
 
     def __init__(self, pool: Tensor, slots: int, most_tokens: int) -> None:
         self._block_tokens = pool.shape[4]
@@ -123,6 +121,7 @@ class _Inputs:
         """Writes the last token of each of `sequences` to the first slots, and empty slots up to `size`."""
         self._now, self._other = self._other, self._now
         count, host = len(sequences), self._now
+        host.copied.synchronize()
         words, lengths = host.words.numpy(), host.lengths.numpy()
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         words[0, :count] = [sequence.token_ids[0] for sequence in sequences]
@@ -131,27 +130,36 @@ class _Inputs:
         words[3, :count] = starts % self._block_tokens
         words[:, count:size] = np.array([[0], [0], [self._spare], [0]])
         lengths[:count], lengths[count:size] = starts + 1, 1
-        empty_rows = [[self._spare]] * (size - count)
-        rows = [*(sequence.blocks for sequence in sequences), *empty_rows]
-        for slot, row in enumerate(rows):
-            host.write_row(slot, row)
         self._words.copy_(host.words, non_blocking=True)
         self._lengths.copy_(host.lengths, non_blocking=True)
-        if rows != self._rows[:size]:  # unchanged in most steps
-            self._tables.copy_(host.tables, non_blocking=True)
-            self._rows[:size] = rows
+        self._write_tables([*(sequence.blocks for sequence in sequences), *[[self._spare]] * (size - count)])
+        host.copied = record_event(self._words.device)
+
+    def _write_tables(self, rows: list[list[int]]) -> None:
+        """Copies the rows that changed, and those between them: entries after a row's last block are never read."""
+        changed = [slot for slot, row in enumerate(rows) if row != self._rows[slot]]
+        if not changed:
+            return
+        span = slice(changed[0], changed[-1] + 1)
+        for slot in range(span.start, span.stop):
+            self._now.write_row(slot, rows[slot])
+        self._tables[span].copy_(self._now.tables[span], non_blocking=True)
+        self._rows[span] = rows[span]
 
 
 class _HostInputs:
-    """One of the two host buffers."""
+    """One of the two host buffers. `copied`: the device has read it."""
 
     def __init__(self, slots: int, width: int, spare: int, *, pinned: bool) -> None:
         self.words = torch.zeros(4, slots, dtype=torch.int64, pin_memory=pinned)
         self.lengths = torch.ones(slots, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.full((slots, width), spare, dtype=torch.int32, pin_memory=pinned)
+        self.copied = DONE
         self._rows: list[list[int]] = [[] for _ in range(slots)]  # leading entries of `tables` by slot
+        self._num_blocks = spare + 1
 
     def write_row(self, slot: int, blocks: list[int]) -> None:
         if self._rows[slot] != blocks:
             self.tables.numpy()[slot, : len(blocks)] = blocks
+            check_blocks(self.tables.numpy()[slot, : len(blocks)], self._num_blocks)
             self._rows[slot] = blocks

@@ -9,16 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import numpy as np
+
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
-from tandem.engine.output import Launched, Row, StepOutput
+from tandem.engine.memory import is_out_of_memory, return_unused
+from tandem.engine.output import Launched, StepOutput
 from tandem.engine.runner import ModelRunner
-from tandem.engine.step import HEARTBEAT, STOP, Draw, SequenceStep, StepInput
+from tandem.engine.step import HEARTBEAT, STOP, Draw, Penalties, SequenceStep, StepInput
 from tandem.engine.step_work import StepWork
-from tandem.errors import InputError, InternalError, TandemError, WorkerLost
+from tandem.errors import InputError, InternalError, TandemError, UnavailableError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import Choice, choose, needs_only_argmax, needs_only_draw
+from tandem.sampling.sampler import Choice, choose, needs_only_argmax
 from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
@@ -145,11 +148,45 @@ class Engine:
         return self._land(flight)
 
     def _launch(self, plan: StepPlan, *, ahead: bool = False) -> Flight:
-        """Launches a step on all ranks, unless the plan is empty."""
-        inputs = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
-        step = StepInput(inputs, [*plan.exports], copies=plan.copies, ahead=ahead)
-        launched = self._launch_on_all(step) if plan.chunks or plan.exports or plan.copies else None
-        return Flight(plan, step, launched)
+        """Launches a step on all ranks, unless the plan is empty.
+
+        If memory runs out, the request with the largest chunk fails and the others run again. With several ranks or
+        a step launched ahead, raises WorkerLost instead: what the ranks have computed may differ.
+        """
+        on_device = self._runner.samples_on_device
+        while True:
+            inputs = [_sequence_step(chunk, self._scheduler.block_tokens, on_device) for chunk in plan.chunks]
+            step = StepInput(inputs, [*plan.exports], copies=plan.copies, ahead=ahead)
+            if not (plan.chunks or plan.exports or plan.copies):
+                return Flight(plan, step, None)
+            try:
+                return Flight(plan, step, self._launch_on_all(step))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if ahead or not plan.chunks or self._send_to_followers is not None:
+                    raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+            return_unused()  # after the exception, which kept the step's tensors
+            plan = self._without_largest(plan)
+
+    def _without_largest(self, plan: StepPlan) -> StepPlan:
+        """The plan after it ran out of memory: fails the request with the largest chunk, and those whose export has
+        begun, because a range is reported once. Copies are done."""
+        largest = max(plan.chunks, key=lambda chunk: (chunk.count, chunk.sequence.arrival))
+        begun = {each.request_id for each in plan.exports}
+        failed = [chunk for chunk in plan.chunks if chunk is largest or chunk.sequence.request_id in begun]
+        for chunk in failed:
+            self._scheduler.cancel(chunk.sequence.request_id)
+        error = UnavailableError(
+            f"a step with {largest.count} tokens of a request ran out of memory: retry later, or lower "
+            "engine.max_step_tokens or engine.kv_memory_bytes"
+        )
+        return StepPlan(
+            chunks=tuple(chunk for chunk in plan.chunks if chunk not in failed),
+            exports=(),
+            failed=(*plan.failed, *((chunk.sequence.request_id, error) for chunk in failed)),
+            began=plan.began,
+        )
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Launches the step after `flight` if its inputs are known, so that the device does not wait for the host.
@@ -179,11 +216,13 @@ class Engine:
         tokens: list[TokenOut] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        for sequence, row, token in zip(sampling, output.logits, output.tokens, strict=True):
+        for sample, sequence in enumerate(sampling):
             if sequence not in flight.discarded:
                 if flight.has_advanced:
                     sequence.tokens.pop()
-                self._choose(sequence, row, token, tokens, ended)
+                if sample in output.late and self._flight is not None:
+                    self._flight.discarded.add(sequence)  # computed with another token, and computed again
+                self._choose(sequence, output, sample, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
     def _launch_on_all(self, step: StepInput) -> Launched | None:
@@ -216,17 +255,21 @@ class Engine:
             self._ending.append(sequence)
 
     def _choose(
-        self, sequence: Sequence, row: Row | None, token: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
+        self, sequence: Sequence, output: StepOutput, sample: int, tokens: list[TokenOut], ended: list[RequestEnd]
     ) -> None:
-        """Chooses and reports a token. `row` and `token` are as in StepOutput."""
+        """Chooses and reports the token of `sample` in `output`."""
+        row, token = output.logits[sample], output.tokens[sample]
         try:
             if token is None:
+                self._scheduler.forget(sequence)  # any block, also one found in the cache, may hold the fault
                 raise InternalError("the model returned logits that are not finite")
             if row is None:
-                choice = Choice(token)
+                found = output.logprobs.get(sample)
+                choice = Choice(token) if found is None else Choice(token, found.logprob, found.top)
             else:
-                history = sequence.history() if sequence.sampling.changes_logits else None
-                choice = choose(row, sequence.sampling, len(sequence.tokens), history, token)
+                length = len(sequence.tokens)
+                history = sequence.history(length) if sequence.sampling.changes_logits else None
+                choice = choose(row, sequence.sampling, length, history, token)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._end(sequence, failed=True)
@@ -311,10 +354,11 @@ def _work(plan: StepPlan) -> StepWork:
     return work
 
 
-def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
+def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> SequenceStep:
     end = chunk.start + chunk.count
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
+    greedy = needs_only_argmax(sequence.sampling)
     first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
@@ -325,12 +369,39 @@ def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
         scored=scored,
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
-        greedy=needs_only_argmax(sequence.sampling),
-        draw=_draw(sequence) if chunk.samples and needs_only_draw(sequence.sampling) else None,
+        greedy=greedy,
+        draw=_draw(sequence) if chunk.samples and samples_on_device and not greedy else None,
     )
 
 
 def _draw(sequence: Sequence) -> Draw:
     params = sequence.sampling
-    position = len(sequence.tokens)
-    return Draw(position, params.seed, params.temperature, params.top_k or 0, params.top_p, params.min_p)
+    return Draw(
+        position=len(sequence.tokens),
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k or 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        penalties=_penalties(sequence) if params.changes_logits else None,
+        logprobs=params.logprobs,
+    )
+
+
+def _penalties(sequence: Sequence) -> Penalties:
+    """In a step ahead, the last token is not known."""
+    params, adds_last = sequence.sampling, sequence.generated > 0
+    history = sequence.history(len(sequence.tokens) - adds_last)
+    answer, counts = history.answer()
+    biased = np.array(params.logit_bias, dtype=np.float64).reshape(-1, 2)
+    return Penalties(
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        adds_last=adds_last,
+        prompt=history.prompt.astype(np.int32).tobytes() if params.repetition_penalty != 1.0 else b"",
+        answer=answer.astype(np.int32).tobytes(),
+        counts=counts.astype(np.int32).tobytes(),
+        biased=biased[:, 0].astype(np.int32).tobytes(),
+        biases=biased[:, 1].astype(np.float32).tobytes(),
+    )

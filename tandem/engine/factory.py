@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,18 +16,21 @@ from tandem.engine.api import KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
-from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
+from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
+from tandem.engine.memory import available_bytes, is_out_of_memory
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
-from tandem.engine.step import HEARTBEAT
+from tandem.engine.step import HEARTBEAT, StepInput
 from tandem.engine.tp_group import TpGroup
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
+from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.scheduler.scheduler import Scheduler
@@ -52,15 +57,24 @@ class Rank:
         return self.leader
 
     def follow(self) -> None:
-        """Runs the leader's steps until it stops. Raises WorkerLost if the leader is gone or silent."""
+        """Runs the leader's steps until it stops. Raises WorkerLost if the leader is gone or silent, or if a step runs
+        out of memory: the other ranks wait for this one, and its end ends them."""
         if self.group is None:
             raise ConfigError("a worker of one rank has no leader to follow", field="rank")
         last: Launched | None = None
         for step in self.group.steps():
             if step != HEARTBEAT:
-                before, last = last, self.runner.launch(step)
+                before, last = last, self._launched(step)
                 if before is not None:
                     before.wait()
+
+    def _launched(self, step: StepInput) -> Launched | None:
+        try:
+            return self.runner.launch(step)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
 
 
 def check_checkpoint(model_dir: Path) -> None:
@@ -78,10 +92,13 @@ def build_rank(
     rendezvous_file: Path,
     exporter: KvExporter,
     paged: PagedPath | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Rank:
-    """`paged` None: choose it by the device. Raises CheckpointError, ConfigError, InsufficientMemory."""
+    """`paged`, `memory` None: chosen by the device. Raises CheckpointError, ConfigError, InsufficientMemory."""
     torch.set_num_threads(spec.threads_per_rank)
-    device = torch.device(spec.device)
+    device, dtype = torch.device(spec.device), DTYPES[spec.dtype]
+    if memory is None and device.type == "cuda":
+        memory = CudaMemory(device)
     config = ModelConfig.load(model_dir)
     config.check_tp(size)
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
@@ -89,29 +106,38 @@ def build_rank(
         logger.warning(
             "engine.kv_dtype: fp8 may be too coarse for keys with a bias; compare outputs with kv_dtype auto"
         )
-    layout = pool_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
-    slots = host_slots(spec, layout)
-    kernels = choose_kernels(spec, layout, size)
+    block = block_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
+    kernels = choose_kernels(spec, block, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
     matrix = choose_matrices(spec, kernels)
-    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix)
+    if memory is not None:
+        memory.limit(spec.device_share)
+    with insufficient_memory("engine.device_share", "the weights do not fit: raise engine.device_share or tp"):
+        model = load_model(model_dir, config, tp, device, dtype, max_tokens=max_model_tokens, matrix=matrix)
     if matrix.is_native:
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
-    paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)
-    pool = KvPool(layout, device, spare=paged is not None)
-    host = HostPool(slots, pool) if slots else None
-    graphs = None
-    if paged is not None and paged.recorder is not None:
-        graphs = DecodeGraphs(
-            model, pool.with_spare, paged.kernel, paged.recorder,
-            most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
-        )  # fmt: skip
-        graphs.record_all()
-    runner = ModelRunner(
-        model, pool, exporter, device, kernels, host, group.barrier if group else None,
-        paged=paged.kernel if paged else None, graphs=graphs,
-    )  # fmt: skip
+    paged = paged or choose_paged_path(model, block, dtype, device)
+    runner_of = partial(
+        ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged.kernel if paged else None
+    )
+    available, automatic = available_bytes(), spec.cpu_pool_bytes
+    if memory is not None:
+        steps = partial(_run_largest, runner_of, block, spec, max_model_tokens)
+        available = measured_budget(memory, spec, steps, records=paged is not None and paged.recorder is not None)
+        available -= block.block_bytes  # the spare block
+        automatic = available if group is None else group.least(available)  # ranks use the same block numbers
+    layout = pool_layout(spec, block, available, automatic)
+    slots = host_slots(spec, layout)
+    with insufficient_memory(
+        "engine.kv_memory_bytes",
+        f"a KV pool of {layout.pool_bytes} bytes and recorded decode steps do not fit beside the weights: lower it, or "
+        "engine.max_running_requests",
+    ):
+        pool = KvPool(layout, device, spare=paged is not None)
+        host = HostPool(slots, pool) if slots else None
+        graphs = _record(model, pool, paged, spec, max_model_tokens)
+    runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs)
     leader = None
     if rank == 0:
         scheduler = Scheduler(
@@ -124,3 +150,25 @@ def build_rank(
         )
         leader = Engine(runner, scheduler, config.vocab_size, group.send_step if group else None)
     return Rank(config, layout, pool, max_model_tokens, runner, group, leader)
+
+
+def _run_largest(
+    runner_of: Callable[..., ModelRunner], block: KvPoolLayout, spec: EngineSpec, max_model_tokens: int
+) -> None:
+    runner = runner_of(pool=KvPool(block, torch.device(spec.device)))
+    for step in largest_steps(spec, max_model_tokens):
+        if (launched := runner.launch(step)) is not None:
+            launched.wait()
+
+
+def _record(
+    model: Decoder, pool: KvPool, paged: PagedPath | None, spec: EngineSpec, max_model_tokens: int
+) -> DecodeGraphs | None:
+    if paged is None or paged.recorder is None:
+        return None
+    graphs = DecodeGraphs(
+        model, pool.with_spare, paged.kernel, paged.recorder,
+        most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
+    )  # fmt: skip
+    graphs.record_all()
+    return graphs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.config.spec import EngineSpec
+from tandem.engine.block_tables import check_blocks
 from tandem.engine.kv_pool import DTYPES, KvPool
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
@@ -27,6 +29,8 @@ class HostPool:
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies out of the pool, then into it. Returns when both are done."""
+        check_blocks(np.array(copies.out_blocks + copies.in_blocks, dtype=np.int64), len(self._pool))
+        check_blocks(np.array(copies.out_slots + copies.in_slots, dtype=np.int64), len(self._slots))
         _copy(self._pool, copies.out_blocks, self._slots, copies.out_slots)
         _copy(self._slots, copies.in_slots, self._pool, copies.in_blocks)
         if self._pool.is_cuda:

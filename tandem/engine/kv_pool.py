@@ -6,12 +6,12 @@ import fcntl
 import mmap
 import os
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tandem.config.spec import EngineSpec
-from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.fp8 import FP8
@@ -56,26 +56,30 @@ def _sealed_memfd(size_bytes: int) -> int:
     return fd
 
 
-def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) -> KvPoolLayout:
+def block_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) -> KvPoolLayout:
+    """The layout of a pool of one block."""
+    dtype = spec.pool_dtype
+    return KvPoolLayout(1, layers, kv_heads, spec.block_tokens, cell_width(head_dim, dtype), dtype)
+
+
+def pool_layout(spec: EngineSpec, block: KvPoolLayout, available: int, automatic: int) -> KvPoolLayout:
     """The pool's layout, with the configured number of blocks or as many as its memory holds.
 
+    Args:
+        available: bytes that the pool may take.
+        automatic: bytes that it takes if neither its blocks nor its memory are configured.
+
     Raises:
-        InsufficientMemory: fewer than two blocks fit, or the machine has less memory than the pool.
+        InsufficientMemory: fewer than two blocks fit, or the pool is larger than `available`.
     """
-
-    def layout(num_blocks: int) -> KvPoolLayout:
-        dtype = spec.pool_dtype
-        return KvPoolLayout(num_blocks, layers, kv_heads, spec.block_tokens, cell_width(head_dim, dtype), dtype)
-
-    block_bytes = layout(1).block_bytes
-    blocks = spec.kv_blocks or spec.kv_memory_bytes // block_bytes
+    wanted = automatic if spec.kv_memory_bytes is None else spec.kv_memory_bytes
+    blocks = spec.kv_blocks or wanted // block.block_bytes
     if blocks < 2:
         raise InsufficientMemory(
-            f"engine.kv_memory_bytes: expected at least {2 * block_bytes} (two KV blocks), got {spec.kv_memory_bytes}",
+            f"engine.kv_memory_bytes: expected at least {2 * block.block_bytes} (two KV blocks), got {wanted}",
             field="engine.kv_memory_bytes",
         )
-    chosen = layout(blocks)
-    available = _available_bytes(torch.device(spec.device))
+    chosen = replace(block, num_blocks=blocks)
     if chosen.pool_bytes > available:
         field = "engine.kv_blocks" if spec.kv_blocks else "engine.kv_memory_bytes"
         raise InsufficientMemory(
@@ -84,10 +88,3 @@ def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) 
             field=field,
         )
     return chosen
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_bytes()

@@ -1,4 +1,4 @@
-"""Memory that this process may still allocate, limited by the machine and by control groups."""
+"""Host memory that this process may still allocate, and how a failed allocation shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -14,6 +15,19 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 def available_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """The minimum of the machine's available memory and what each limiting control group leaves."""
     return min([psutil.virtual_memory().available, *_left_by_cgroups(cgroups, own)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch's error on a GPU, the untyped one of its CPU allocator, or Python's own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in str(error) or "allocate memory" in str(error))
+    )
+
+
+def return_unused() -> None:
+    """Returns a GPU's memory that torch keeps for later allocations."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _left_by_cgroups(cgroups: Path, own: Path) -> Iterator[int]:

@@ -11,10 +11,13 @@ import torch
 from tandem.engine.api import KvExporter
 from tandem.engine.attention.attention import StepAttention
 from tandem.engine.attention.native_attention import NativeStepAttention
-from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention, to_device
+from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
 from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.device.copies import to_device
+from tandem.engine.device.events import record_event
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
+from tandem.engine.layer_reports import LayerReports
 from tandem.engine.output import Launched, best_of_any, launched
 from tandem.engine.prompt_logprobs import score
 from tandem.engine.step import SequenceStep, StepInput
@@ -23,7 +26,7 @@ from tandem.model.decoder import Attend, Decoder
 from tandem.native.library import Kernels
 from tandem.scheduler.plan import ExportRange
 
-REPORT_BYTES = 1 << 20  # KV bytes between reports: each report delays the step and wakes the agent
+REPORT_BYTES = 1 << 20  # KV bytes between reports: each report wakes the agent
 
 
 class ModelRunner:
@@ -46,12 +49,13 @@ class ModelRunner:
         self._host = host
         self._barrier = barrier
         self._paged = paged
-        self._draws = paged is not None  # on a GPU, where sampling costs less than copying the logits
+        self.samples_on_device = paged is not None  # on a GPU, where that costs less than copying the logits
         self.graphs = graphs
         self._last: Launched | None = None  # the last step run by graphs
         self._model = model
         self._pool = pool
-        self._exporter = exporter
+        on_gpu = device.type == "cuda"
+        self._reports = LayerReports(exporter, partial(record_event, device, blocking=True) if on_gpu else None)
         self._device = device
 
     def can_be_ahead_of(self, step: StepInput) -> bool:
@@ -69,13 +73,13 @@ class ModelRunner:
             if self._barrier is not None and not step.sequences:  # else the model's collectives wait
                 self._barrier()
         if step.exports:
-            self._exporter.begin_step(step.exports)
+            self._reports.begin_step(step.exports)
         if not step.sequences:  # held requests are exported in steps without sequences
             return None
         if self.graphs is not None and self.graphs.takes(step):
             before = self._last.tokens if step.ahead and self._last is not None else None
-            logits, best = self.graphs.run(step.sequences, before)
-            self._last = launched(step.sequences, logits, best, [], draws=self._draws)
+            logits, best, inputs = self.graphs.run(step.sequences, before)
+            self._last = launched(step.sequences, logits, best, inputs, [], self._reports.flush)
             return self._last
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
@@ -89,35 +93,34 @@ class ModelRunner:
             if sequence.samples:
                 rows.append(end - 1)
         reported = layers_to_report(step.exports, self._pool.layout)
+        inputs = to_device(np.array(token_ids, dtype=np.int64), self._device)
         hidden = self._model.hidden(
-            to_device(np.array(token_ids, dtype=np.int64), self._device),
+            inputs,
             to_device(np.array(positions, dtype=np.int64), self._device),
             self._attention(step.sequences),
             partial(self._layer_done, reported) if reported else None,
         )
-        logits = self._model.logits(hidden[to_device(np.array(rows, dtype=np.int64), self._device)])
+        sampled = to_device(np.array(rows, dtype=np.int64), self._device)
+        logits = self._model.logits(hidden[sampled])
         scores = [
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        return launched(step.sequences, logits, best, scores, draws=self._draws)
+        return launched(step.sequences, logits, best, inputs[sampled], scores, self._reports.flush)
 
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention
         if self._paged is not None:
-            batch = PagedBatch.of(sequences, pool.layout.block_tokens, self._device)
+            batch = PagedBatch.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks, self._device)
             return VarlenAttention(self._paged, pool.tensor, batch, terms)
         if self._kernels is None:
             return StepAttention(pool.tensor, pool.layout, sequences, terms)
         return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)
 
     def _layer_done(self, reported: frozenset[int], layer: int) -> None:
-        if layer not in reported:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # wait until the launched writes are done
-        self._exporter.layer_done(layer)
+        if layer in reported:
+            self._reports.layer_done(layer)
 
 
 def layers_to_report(exports: Sequence[ExportRange], layout: KvPoolLayout) -> frozenset[int]:

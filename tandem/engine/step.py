@@ -8,8 +8,28 @@ from tandem.kvcache.host_tier import BlockCopies
 from tandem.scheduler.plan import ExportRange
 
 
+class Penalties(msgspec.Struct, frozen=True, array_like=True):
+    """Penalties and biases of a request, and the tokens that they apply to (tandem/sampling/penalties.py).
+
+    `prompt`, `answer` and `biased` are token ids, `counts` the counts of `answer`: int32 arrays; `biases`: fp32.
+    `adds_last`: the token before the sampled one also belongs to the output. `answer` does not count it, because only
+    the device may know it.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    adds_last: bool
+    prompt: bytes
+    answer: bytes
+    counts: bytes
+    biased: bytes
+    biases: bytes
+
+
 class Draw(msgspec.Struct, frozen=True, array_like=True):
-    """How the token at `position` is drawn: the SamplingParams that depend only on the logits. `top_k` 0: no limit."""
+    """How the device chooses the token at `position`. `temperature` 0: the most likely one. `top_k` 0: no limit.
+    `logprobs`: as in SamplingParams."""
 
     position: int
     seed: int
@@ -17,18 +37,16 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     top_p: float
     min_p: float
-
-    @property
-    def truncates(self) -> bool:
-        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
+    penalties: Penalties | None = None
+    logprobs: int | None = None
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` of one request from position `start` on, with its block table up to the last of them.
 
     `scored`: prompt tokens whose logprobs are requested, with the `top` most likely tokens; the first of them follows
-    `token_ids[scored_from]`. `greedy`: only the most likely token is needed. `draw`: only a token drawn in this way is
-    needed.
+    `token_ids[scored_from]`. `greedy`: only the most likely token is needed. `draw`: the device chooses
+    in this way. Neither: the host chooses, and needs the logits.
     """
 
     token_ids: list[int]

@@ -64,6 +64,17 @@ class TpGroup:
         except RuntimeError as error:
             raise _lost(error) from error
 
+    def least(self, value: int) -> int:
+        """The least `value` of all ranks, each of which calls this. Raises WorkerLost if one is gone or hangs."""
+        values = torch.tensor([value], dtype=torch.int64)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        try:
+            self._steps.allreduce([values], options).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return int(values)
+
     def steps(self) -> Iterator[StepInput]:
         """Steps from the leader until it stops. Raises WorkerLost if the leader is gone or silent."""
         timeout = START_TIMEOUT

@@ -149,6 +149,19 @@ class BlockPool:
         if self._tier is None or block_hash not in self._tier:
             self._record_event(True, block_hash)
 
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """Makes blocks no longer findable, in the pool and in its tier. Holds of them stay."""
+        for block_hash in hashes:
+            block = self._by_hash.pop(block_hash, None)
+            if block is not None:
+                self._hash[block] = None
+                if block in self._evictable:
+                    del self._evictable[block]
+                    self._free.append(block)
+            was_below = self._tier is not None and self._tier.forget(block_hash)
+            if block is not None or was_below:
+                self._record_event(False, block_hash)
+
     def take_events(self) -> list[CacheEvent]:
         """Changes of findable blocks since the last call. Consecutive changes of one kind are merged."""
         events = [CacheEvent(stored, tuple(hashes)) for stored, hashes in self._events]

@@ -52,6 +52,7 @@ class HostTier:
     def __init__(self, num_slots: int) -> None:
         self._total = num_slots
         self._untouched = 0  # slots from this one on were never used
+        self._forgotten: list[int] = []  # used slots that are free again
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()  # slots by content, the next to be overwritten first
         self._claimed: dict[BlockHash, int] = {}  # slots that the next copies read, so they cannot be overwritten
         self._outs: dict[int, int] = {}  # slot → block, copies out of the pool
@@ -60,7 +61,8 @@ class HostTier:
 
     def counts(self) -> TierCounts:
         used = len(self._slots) + len(self._claimed)
-        return TierCounts(self._total - self._untouched, used, self._total, self._blocks_out, self._blocks_in)
+        free = self._total - self._untouched + len(self._forgotten)
+        return TierCounts(free, used, self._total, self._blocks_out, self._blocks_in)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._slots or block_hash in self._claimed
@@ -76,7 +78,9 @@ class HostTier:
             self._slots.move_to_end(block_hash)
             return None
         lost = None
-        if self._untouched < self._total:
+        if self._forgotten:
+            slot = self._forgotten.pop()
+        elif self._untouched < self._total:
             slot = self._untouched
             self._untouched += 1
         elif self._slots:
@@ -86,6 +90,14 @@ class HostTier:
         self._slots[block_hash] = slot
         self._outs[slot] = block
         return lost
+
+    def forget(self, block_hash: BlockHash) -> bool:
+        """Frees the slot of a block that is not claimed. Returns whether it had one."""
+        slot = self._slots.pop(block_hash, None)
+        if slot is None:
+            return False
+        self._forgotten.append(slot)
+        return True
 
     def claim(self, block_hash: BlockHash) -> None:
         """Protects a hash's slot until it is restored."""

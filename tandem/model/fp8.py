@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -12,5 +13,6 @@ LARGEST_FP8: Final = 448.0
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """Rounds to nearest even; larger values become ±448, NaN stays NaN."""
-    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+    """Rounds to nearest even; larger values become ±448. NaN and infinity become NaN, so that a fault shows."""
+    nan = math.nan
+    return x.nan_to_num(nan, nan, nan).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)

@@ -13,7 +13,7 @@ from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Attention, EmbeddingAndHead
-from tandem.model.experts import SparseMlp
+from tandem.model.experts import SparseMlp, choose_experts
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
 from tandem.model.matrices import Matrix, MatrixMaker, Weights
 from tandem.model.ops import Ops
@@ -114,13 +114,13 @@ class WeightReader:
         exact = replace(self.matrix, weights=Weights.DENSE)
         return SparseMlp(
             gate=exact(self._placed([read(f"{prefix}gate.weight", [experts.count, hidden])])),
-            gate_up=each([gate, up], [size, hidden]),
-            down=each([down], [hidden, size]),
+            experts=choose_experts(
+                each([gate, up], [size, hidden]), each([down], [hidden, size]), self.config.traits.activation, self.ops
+            ),
             first=own.start,
+            count=own.stop - own.start,
             per_token=experts.per_token,
             renormalise=experts.renormalise,
-            activation=self.config.traits.activation,
-            ops=self.ops,
             tp=self.tp,
         )
 

@@ -10,11 +10,11 @@ enum { F32, INT8, E4M3 };
 
 INLINE size cell_bytes(size dim, int kind) { return kind == F32 ? 4 * dim : kind == INT8 ? dim + 4 : dim; }
 
-/* Eight values as e4m3, one per lane: round to nearest even, clipped to ±448. NaN stays NaN. */
+/* Eight values as e4m3, one per lane: round to nearest even, clipped to ±448. NaN and infinity become NaN. */
 INLINE __m256i to_e4m3(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), low = _mm256_set1_epi32(0x7F), base = _mm256_set1_epi32(0x46800000);
   __m256i most = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)); /* magnitudes order like their bits */
-  const __m256i nan = _mm256_cmpgt_epi32(most, _mm256_set1_epi32(0x7F800000));
+  const __m256i nan = _mm256_cmpgt_epi32(most, _mm256_set1_epi32(0x7F7FFFFF));
   most = _mm256_min_epi32(most, _mm256_set1_epi32(0x43E00000)); /* 448 */
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(most, 20), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(most, _mm256_add_epi32(_mm256_set1_epi32(0x7FFFF), odd));
@@ -49,10 +49,14 @@ static void store_cell(uint8_t *cell, const float *x, size dim, int kind) {
     return;
   }
   float largest = 0;
-  for (size i = 0; i < dim; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-  const float factor = largest > 0 ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
-  for (size i = 0; i < dim; i++) ((int8_t *)cell)[i] = (int8_t)lrintf(x[i] * factor);
-  memcpy(cell + dim, &scale, 4);
+  int is_finite = 1;
+  for (size i = 0; i < dim; i++) {
+    largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    is_finite &= fabsf(x[i]) < INFINITY;
+  }
+  const float factor = largest > 0 ? 127.0f / largest : 0.0f, scale = is_finite ? largest / 127.0f : NAN;
+  for (size i = 0; i < dim; i++) ((int8_t *)cell)[i] = is_finite ? (int8_t)lrintf(x[i] * factor) : 0;
+  memcpy(cell + dim, &scale, 4); /* NaN: all of the cell is NaN to its readers */
 }
 
 typedef struct {

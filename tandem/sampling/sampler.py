@@ -50,11 +50,6 @@ def needs_only_argmax(params: SamplingParams) -> bool:
     return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
 
 
-def needs_only_draw(params: SamplingParams) -> bool:
-    """Whether only a token drawn from the unchanged logits is needed."""
-    return params.temperature >= COLDEST and not params.changes_logits and params.logprobs is None
-
-
 def choose(
     logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
 ) -> Choice:

@@ -147,6 +147,10 @@ class Scheduler:
         else:
             self._remove(sequence)
 
+    def forget(self, sequence: Sequence) -> None:
+        """Makes all of a running sequence's blocks no longer findable, because their KV cannot be trusted."""
+        self.pool.forget(sequence.hashes(sequence.committed))
+
     def _check(self, sequence: Sequence) -> None:
         if sequence.request_id in self._sequences:
             raise InputError("request_id: expected an unused id", field="request_id")

@@ -86,13 +86,13 @@ class Sequence:
         """Tokens whose KV is not computed yet; 1 while decoding."""
         return len(self.tokens) - self.computed
 
-    def history(self) -> TokenHistory:
-        """Tokens that penalties apply to; created once and extended with new tokens."""
+    def history(self, tokens: int) -> TokenHistory:
+        """The first `tokens` tokens, for penalties; created once and extended with new tokens, never fewer."""
         if self._history is None:
             self._history_tokens = self.prompt_tokens - self.answered_tokens
             self._history = TokenHistory(self.tokens[: self._history_tokens])
-        self._history.extend(self.tokens[self._history_tokens :])
-        self._history_tokens = len(self.tokens)
+        self._history.extend(self.tokens[self._history_tokens : tokens])
+        self._history_tokens = tokens
         return self._history
 
     def hashes(self, blocks: int) -> list[BlockHash]:

@@ -12,8 +12,8 @@ import torch
 
 from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, available_kernels
+from tandem.engine.device.graph_recorder import CudaGraphRecorder
 from tandem.engine.factory import Rank
-from tandem.engine.graph_recorder import CudaGraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout

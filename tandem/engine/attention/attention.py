@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.block_tables import check_blocks
 from tandem.engine.cells import from_cells, indexable, to_cells
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
@@ -26,12 +27,15 @@ class _Group:
 
     rows_k, rows_v: [requests * kv_heads * blocks] of layer 0. tokens: [requests, queries] indices in the flat batch.
     mask: [requests, 1, group * queries, blocks * block_tokens], added to scores: 0 where a query may attend, else -inf.
+    beyond: [requests, 1, blocks * block_tokens, 1], cells after a request's last token, which may hold values that are
+    not finite: no mask hides those.
     """
 
     tokens: Tensor
     rows_k: Tensor
     rows_v: Tensor
     mask: Tensor
+    beyond: Tensor
     blocks: int
 
 
@@ -90,6 +94,7 @@ class StepAttention:
         table = torch.zeros(len(sequences), width, dtype=torch.int64)
         for index, (sequence, start, end) in enumerate(zip(sequences, first, needed, strict=True)):
             table[index, : end - start] = torch.tensor(sequence.blocks[start:end], dtype=torch.int64)
+        check_blocks(table.numpy(), self._layout.num_blocks)
         heads = torch.arange(self._layout.kv_heads, dtype=torch.int64)
         rows_k, rows_v = (
             (self._row(table, kv)[:, None, :] + heads[None, :, None]).flatten().to(self._device) for kv in (0, 1)
@@ -102,7 +107,9 @@ class StepAttention:
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         # All queries of a group share the mask. A single query needs no copy of its row.
         mask = mask.expand(-1, self._per_kv, -1) if tokens.shape[1] == 1 else mask.repeat(1, self._per_kv, 1)
-        return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), width)
+        ends = torch.tensor([[s.start + len(s.token_ids)] for s in sequences])
+        beyond = (keys >= ends)[:, None, :, None].to(self._device)
+        return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), beyond, width)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
@@ -123,7 +130,9 @@ class StepAttention:
         per_kv = self._per_kv
         shape = (requests, layout.kv_heads, group.blocks * layout.block_tokens, layout.head_dim)
         keys, values = (
-            from_cells(self._rows.index_select(0, rows + row_offset), self._dtype, q.dtype).view(shape)
+            from_cells(self._rows.index_select(0, rows + row_offset), self._dtype, q.dtype)
+            .view(shape)
+            .masked_fill_(group.beyond, 0)
             for rows in (group.rows_k, group.rows_v)
         )
         # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]

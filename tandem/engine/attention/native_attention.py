@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.block_tables import check_blocks
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.decoder import AttentionParams
@@ -42,6 +43,7 @@ class NativeStepAttention:
         tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int64)
         for row, sequence in zip(tables, sequences, strict=True):
             row[: len(sequence.blocks)] = sequence.blocks
+        check_blocks(tables, layout.num_blocks)
         table_of = np.repeat(np.arange(len(sequences)), counts)
         within = np.arange(len(table_of)) - np.repeat(ends - counts, counts)
         positions = starts[table_of] + within

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -14,12 +15,17 @@ from tandem.model.decoder import AttentionParams
 from tandem.model.fp8 import FP8, to_fp8
 
 # (queries, keys) of each sequence: decode steps with few and many sequences and keys for every split, and chunks.
-_BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
+BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
 _TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes less than half of it
 
 
 def kernel_error(
-    kernel: PagedKernel, layout: KvPoolLayout, terms: AttentionParams, dtype: torch.dtype, device: torch.device
+    kernel: PagedKernel,
+    layout: KvPoolLayout,
+    terms: AttentionParams,
+    dtype: torch.dtype,
+    device: torch.device,
+    batches: Sequence[list[tuple[int, int]]] = BATCHES,
 ) -> str | None:
     """The error of `kernel` for queries of `dtype` over pools of this layout, which are fp8 or of the same dtype; None
     if it is correct."""
@@ -27,11 +33,11 @@ def kernel_error(
         differences = [
             _difference(kernel, layout, terms.heads, window, batch, dtype, device)
             for window in {None, *terms.windows}
-            for batch in _BATCHES
+            for batch in batches
         ]
+        worst = float(torch.stack(differences).max())  # waits for the device; NaN if any is
     except Exception as error:  # not available: no compiler, too little memory, or an old driver
         return f"{type(error).__name__}: {error}"
-    worst = float(torch.stack(differences).max())  # NaN if any is
     return None if worst < _TOLERANCE else f"its results differ from the reference by {worst:.3g} of their norm"
 
 

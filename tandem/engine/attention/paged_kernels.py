@@ -19,7 +19,7 @@ from torch.nn import attention
 
 from tandem.engine.attention.paged_check import kernel_error
 from tandem.engine.attention.varlen_attention import PagedKernel
-from tandem.engine.graph_recorder import CudaGraphRecorder, GraphRecorder
+from tandem.engine.device.graph_recorder import CudaGraphRecorder, GraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder

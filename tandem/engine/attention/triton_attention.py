@@ -1,8 +1,10 @@
 """A paged attention kernel in Triton, for any KV block size, which splits long sequences.
 
 One program processes a tile of queries of one sequence and one KV head, whose query heads are further rows, and
-iterates over the keys with an online softmax (Dao 2023, arXiv:2307.08691). With one query per sequence there would be
-too few programs. Then several share a sequence's keys, and a second kernel combines their results.
+iterates over the keys with an online softmax (Dao 2023, arXiv:2307.08691). If there are fewer tiles than the GPU can
+run, or a sequence is much longer than the others, several programs share a tile's keys, and a second kernel combines
+their results. Each program computes from the lengths on the device which keys of which tile are its own, so the same
+launch suits every step of a recording.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from torch import Tensor
 
 _LEAST_ROWS = 16  # of a matrix product
 _WIDE = 128  # wider heads use half-size tiles, to fit in shared memory
-_MOST_SPLITS = 32
+_PROGRAMS_PER_PROCESSOR = 2
 _LOG2_E = 1.4426950408889634
 
 
 class TritonAttention:
-    """A `PagedKernel` for keys and values of equal strides, including fp8. Args: `processors` of the GPU, to keep
-    busy."""
+    """A `PagedKernel` for keys and values of equal strides, including fp8. Its calls follow each other on one stream,
+    because they share the memory for parts. Args: `processors` of the GPU, to keep busy."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
+        self._memory: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(
         self,
@@ -48,69 +51,104 @@ class TritonAttention:
         tile = 64 if head_dim <= _WIDE else 32
         rows = max(_LEAST_ROWS if one_query else 2 * tile, group)
         tiles = sequences if one_query else tokens // (rows // group) + sequences
-        splits = self._splits(tiles * kv_heads, max_k // tile) if one_query else 1
+        shares = max(2, _PROGRAMS_PER_PROCESSOR * self._processors // kv_heads) if max_k > tile else 0
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        parts, edges = out, out
-        if splits > 1:
-            parts = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=query.device)
-            edges = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=query.device)
+        parts, edges = self._parts(2 * shares, kv_heads, rows, head_dim, query.device) if shares else (out, out)
+        sizes = {
+            "left": window_size[0], "group": group, "rows": rows, "tile": tile, "shares": shares,
+            "sequences_padded": triton.next_power_of_2(sequences), "all_heads": heads, "heads": heads // kv_heads,
+            "dims": head_dim, "dims_padded": triton.next_power_of_2(head_dim), "one_query": one_query,
+            "num_warps": 4 if one_query else 8,
+        }  # fmt: skip
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            _attend[(tiles, kv_heads, splits)](
+            _attend[(tiles + shares, kv_heads)](
                 query, key, value, out, parts, edges, cu_seq_q, seqused_k, block_table,
-                sequences, tokens, (scale or head_dim**-0.5) * _LOG2_E, query.stride(0), query.stride(1),
+                sequences, (scale or head_dim**-0.5) * _LOG2_E, query.stride(0), query.stride(1),
                 key.stride(0), key.stride(1), key.stride(2), block_table.stride(0),
-                left=window_size[0], heads=heads // kv_heads, group=group, all_heads=heads, dims=head_dim,
-                dims_padded=triton.next_power_of_2(head_dim), page=page, rows=rows, tile=tile, splits=splits,
-                one_query=one_query, num_warps=4 if one_query else 8, num_stages=2,
+                page=page, num_stages=2, **sizes,
             )  # fmt: skip
-            if splits > 1:
-                _join[(tokens, heads)](
-                    out, parts, edges, tokens, all_heads=heads, dims=head_dim,
-                    dims_padded=triton.next_power_of_2(head_dim), splits=splits,
-                )  # fmt: skip
+            if shares:
+                _join[(tiles, kv_heads)](out, parts, edges, cu_seq_q, seqused_k, sequences, **sizes)
         return out
 
-    def _splits(self, programs: int, most_tiles: int) -> int:
-        """Enough splits for two programs per processor, but not more than the longest sequence has tiles."""
-        wanted = min(2 * self._processors // programs, most_tiles, _MOST_SPLITS)
-        return 1 << max(0, wanted.bit_length() - 1)
+    def _parts(self, most: int, kv_heads: int, rows: int, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """fp32 [most, kv_heads, rows, dims] for the results of tiles with several programs, and [2, ...] for their
+        largest scores and sums. Allocated once for all layers and recordings."""
+        size = (most, kv_heads, rows, dims)
+        if size not in self._memory:
+            self._memory[size] = torch.empty(most * kv_heads * rows * (dims + 2), dtype=torch.float32, device=device)
+        edge = most * kv_heads * rows * dims
+        return self._memory[size][:edge], self._memory[size][edge:]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _work(  # type: ignore[no-untyped-def]
+    starts, lengths, sequences,
+    sequences_padded: tl.constexpr, left: tl.constexpr, per_tile: tl.constexpr, tile: tl.constexpr,
+    shares: tl.constexpr,
+):  # fmt: skip
+    """For each sequence: its tiles of queries, the programs per tile, and those before it in the grid; and the parts
+    that tiles with several programs have before it.
+
+    A program has at most a 1 / `shares` part of all work, so `shares` programs more than tiles are enough, and tiles
+    with several programs have at most 2 · `shares` of them.
+    """
+    number = tl.arange(0, sequences_padded)
+    there = number < sequences
+    begin = tl.load(starts + number, mask=there, other=0)
+    queries = tl.load(starts + number + 1, mask=there, other=0) - begin
+    keys = tl.load(lengths + number, mask=there, other=0)
+    tiles = tl.where(there, tl.cdiv(queries, per_tile), 0)
+    if left >= 0:
+        keys = tl.minimum(keys, left + per_tile + tile)  # what any tile sees, from the beginning of a tile of keys
+    steps = tl.cdiv(keys, tile)
+    splits = tl.full([sequences_padded], 1, tl.int32)
+    if shares > 0:
+        share = tl.maximum(tl.cdiv(tl.sum(tiles.to(tl.int64) * steps, 0), shares), 1).to(tl.int32)
+        splits = tl.maximum(tl.cdiv(steps, share), 1)
+    programs = tiles * splits
+    parts = tl.where(splits > 1, programs, 0)
+    return tiles, splits, tl.cumsum(programs, 0) - programs, tl.cumsum(parts, 0) - parts
+
+
+@triton.jit
+def _of(values, number, chosen):  # type: ignore[no-untyped-def]
+    """The value at `chosen`."""
+    return tl.sum(tl.where(number == chosen, values, 0), 0)
 
 
 # Excluded are numbers that change with every step: Triton would compile variants for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["sequences", "tokens", "table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["sequences", "table_stride"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, keys, values, out, parts, edges, starts, lengths, tables,
-    sequences, tokens, scale, query_stride, head_stride,
+    sequences, scale, query_stride, head_stride,
     page_stride, cell_stride, kv_head_stride, table_stride,
     left: tl.constexpr, heads: tl.constexpr, group: tl.constexpr, all_heads: tl.constexpr, dims: tl.constexpr,
-    dims_padded: tl.constexpr, page: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, splits: tl.constexpr,
-    one_query: tl.constexpr,
+    dims_padded: tl.constexpr, page: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, shares: tl.constexpr,
+    sequences_padded: tl.constexpr, one_query: tl.constexpr,
 ):  # fmt: skip
     """`heads` are the query heads of a KV head, `group` is the next power of two. `scale` includes log2(e)."""
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    per_tile: tl.constexpr = rows // group
-    sequence, local = tl.program_id(0), 0
-    if not one_query:  # tiles of sequence s begin at starts[s] // per_tile + s, so that each has enough
-        low, high = 0, sequences
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(starts + middle) // per_tile + middle <= tl.program_id(0):
-                low = middle + 1
-            else:
-                high = middle
-        sequence = low - 1
-        local = tl.program_id(0) - (tl.load(starts + sequence) // per_tile + sequence)
+    kv_head = tl.program_id(1)
+    per_tile: tl.constexpr = 1 if one_query else rows // group
+    tiles, all_splits, before, parts_before = _work(
+        starts, lengths, sequences, sequences_padded, left, per_tile, tile, shares
+    )
+    number = tl.arange(0, sequences_padded)
+    sequence = tl.sum(((number < sequences) & (before <= tl.program_id(0))).to(tl.int32), 0) - 1
+    splits = _of(all_splits, number, sequence)
+    own = tl.program_id(0) - _of(before, number, sequence)
+    local, split = own // splits, own % splits
+    if local >= _of(tiles, number, sequence):
+        return
     begin = tl.load(starts + sequence)
     queries = tl.load(starts + sequence + 1) - begin
     first = local * per_tile
-    if first >= queries:
-        return
     length = tl.load(lengths + sequence)
     row, dim = tl.arange(0, rows), tl.arange(0, dims_padded)
-    number, head = first + row // group, row % group
-    known = (number < queries) & (head < heads)
-    position = length - queries + number
-    token = (begin + number).to(tl.int64)
+    place, head = first + row // group, row % group
+    known = (row // group < per_tile) & (place < queries) & (head < heads)
+    position = length - queries + place
+    token = (begin + place).to(tl.int64)
     own_head = kv_head * heads + head
     q_at = query + token * query_stride + own_head * head_stride
     q = tl.load(q_at[:, None] + dim[None, :], mask=known[:, None] & (dim < dims)[None, :], other=0.0)
@@ -121,10 +159,9 @@ def _attend(  # type: ignore[no-untyped-def]
         lowest = tl.maximum(length - queries + first - left, 0)
     start = lowest // tile * tile
     end = tl.minimum(length - queries + first + per_tile, length)
-    if splits > 1:
-        share = tl.cdiv(tl.cdiv(end - start, tile), splits) * tile
-        start += split * share
-        end = tl.minimum(end, start + share)
+    share = tl.cdiv(tl.cdiv(end - start, tile), splits) * tile
+    start += split * share
+    end = tl.minimum(end, start + share)
 
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
@@ -151,30 +188,58 @@ def _attend(  # type: ignore[no-untyped-def]
         summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = better
 
-    place = token * all_heads + own_head
+    inside = known[:, None] & (dim < dims)[None, :]
     if splits == 1:
-        o_at = out + place[:, None] * dims + dim[None, :]
-        answer = (summed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(o_at, answer, mask=known[:, None] & (dim < dims)[None, :])
+        o_at = out + (token * all_heads + own_head)[:, None] * dims + dim[None, :]
+        tl.store(o_at, (summed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
-        part = place * splits + split
-        tl.store(parts + part[:, None] * dims + dim[None, :], summed, mask=known[:, None] & (dim < dims)[None, :])
-        tl.store(edges + part, best, mask=known)
-        tl.store(edges + tokens.to(tl.int64) * all_heads * splits + part, total, mask=known)
+        part = ((_of(parts_before, number, sequence) + own) * tl.num_programs(1) + kv_head) * rows + row
+        tl.store(parts + part[:, None].to(tl.int64) * dims + dim[None, :], summed, mask=inside)
+        tl.store(edges + 2 * part, best, mask=known)
+        tl.store(edges + 2 * part + 1, total, mask=known)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["sequences"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    out, parts, edges, tokens,
-    all_heads: tl.constexpr, dims: tl.constexpr, dims_padded: tl.constexpr, splits: tl.constexpr,
+    out, parts, edges, starts, lengths, sequences,
+    left: tl.constexpr, heads: tl.constexpr, group: tl.constexpr, all_heads: tl.constexpr, dims: tl.constexpr,
+    dims_padded: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, shares: tl.constexpr,
+    sequences_padded: tl.constexpr, one_query: tl.constexpr,
 ):  # fmt: skip
-    """parts [tokens, heads, splits, dims], not divided yet; edges [2, tokens, heads, splits]: largest scores, sums."""
-    place = tl.program_id(0).to(tl.int64) * all_heads + tl.program_id(1)
-    split, dim = tl.arange(0, splits), tl.arange(0, dims_padded)
-    part = place * splits + split
-    best = tl.load(edges + part)
-    total = tl.load(edges + tokens.to(tl.int64) * all_heads * splits + part)
-    weights = tl.exp2(best - tl.max(best, 0))  # 0 for a split without keys
-    summed = tl.load(parts + part[:, None] * dims + dim[None, :], mask=(dim < dims)[None, :], other=0.0)
-    answer = tl.sum(summed * weights[:, None], 0) / tl.sum(total * weights, 0)
-    tl.store(out + place * dims + dim, answer.to(out.dtype.element_ty), mask=dim < dims)
+    """Combines the parts of each tile that several programs computed. parts [part, kv_head, rows, dims], not divided
+    yet; edges [part, kv_head, rows, 2]: largest scores, sums."""
+    kv_head = tl.program_id(1)
+    per_tile: tl.constexpr = 1 if one_query else rows // group
+    tiles, all_splits, _, parts_before = _work(
+        starts, lengths, sequences, sequences_padded, left, per_tile, tile, shares
+    )
+    number = tl.arange(0, sequences_padded)
+    tiles_before = tl.cumsum(tiles, 0) - tiles
+    sequence = tl.sum(((number < sequences) & (tiles_before <= tl.program_id(0))).to(tl.int32), 0) - 1
+    splits = _of(all_splits, number, sequence)
+    local = tl.program_id(0) - _of(tiles_before, number, sequence)
+    if (local >= _of(tiles, number, sequence)) | (splits == 1):
+        return
+    begin = tl.load(starts + sequence)
+    queries = tl.load(starts + sequence + 1) - begin
+    row, dim = tl.arange(0, rows), tl.arange(0, dims_padded)
+    place, head = local * per_tile + row // group, row % group
+    known = (row // group < per_tile) & (place < queries) & (head < heads)
+    inside = known[:, None] & (dim < dims)[None, :]
+    first = _of(parts_before, number, sequence) + local * splits
+
+    best = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    summed = tl.zeros([rows, dims_padded], tl.float32)
+    for split in range(0, splits):
+        part = ((first + split) * tl.num_programs(1) + kv_head) * rows + row
+        own = tl.load(edges + 2 * part, mask=known, other=float("-inf"))
+        better = tl.maximum(best, own)
+        held = tl.where(better == float("-inf"), 0.0, better)
+        kept, added = tl.exp2(best - held), tl.exp2(own - held)  # 0 for a part without visible keys
+        total = total * kept + tl.load(edges + 2 * part + 1, mask=known, other=0.0) * added
+        values = tl.load(parts + part[:, None].to(tl.int64) * dims + dim[None, :], mask=inside, other=0.0)
+        summed = summed * kept[:, None] + values * added[:, None]
+        best = better
+    o_at = out + ((begin + place).to(tl.int64) * all_heads + kv_head * heads + head)[:, None] * dims + dim[None, :]
+    tl.store(o_at, (summed / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -10,10 +10,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engine.block_tables import check_blocks
 from tandem.engine.cells import indexable, to_cells
+from tandem.engine.device.copies import to_device
 from tandem.engine.step import SequenceStep
 from tandem.model.decoder import AttentionParams
 
@@ -65,12 +66,14 @@ class PagedBatch:
     most_keys: int
 
     @classmethod
-    def of(cls, sequences: list[SequenceStep], block_tokens: int, device: torch.device) -> PagedBatch:
+    def of(cls, sequences: list[SequenceStep], block_tokens: int, num_blocks: int, device: torch.device) -> PagedBatch:
+        """Raises InternalError if a block is not one of `num_blocks`."""
         counts = np.array([len(sequence.token_ids) for sequence in sequences])
         ends = np.array([sequence.start for sequence in sequences]) + counts
         tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
         for row, sequence in zip(tables, sequences, strict=True):
             row[: len(sequence.blocks)] = sequence.blocks
+        check_blocks(tables, num_blocks)
         starts = np.concatenate([[0], np.cumsum(counts)])
         own = np.repeat(np.arange(len(sequences)), counts)
         positions = np.arange(starts[-1]) + (ends - starts[1:])[own]
@@ -115,9 +118,3 @@ class VarlenAttention:
             block_table=batch.tables,
         )
         return attended.flatten(1)
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copies to the device; on a GPU asynchronously from pinned memory, which torch keeps until it was read."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -24,6 +24,7 @@ def test_every_figure_is_one_line_in_every_mode(figures: Figures) -> None:
     perplexities = {f"engine.perplexity_{mode}" for mode in (*on_cpu, *as_on_gpu)}
     prefills = {"engine.prefill_24", "engine.prefill_24_fp32"}
     others = {"engine.step_overhead_ms", "engine.restore_24_ms", "engine.served_b3", "engine.served_b3_int8_kvfp8"}
+    others |= {"engine.moe_prefill_ratio", "engine.moe_decode_ratio"}
     assert lines.keys() == decodes | reads | prefills | perplexities | others
     for line in lines.values():
         assert list(line) == ["figure", "value", "unit", "reference", "ratio"]

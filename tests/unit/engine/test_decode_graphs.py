@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,10 +21,10 @@ from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import batch_sizes
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank, build_rank
-from tandem.engine.graph_recorder import EagerRecorder
 from tandem.engine.output import best_of, best_of_any, launched
-from tandem.engine.step import SequenceStep
+from tandem.engine.step import SequenceStep, StepInput
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, NoExport, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -152,6 +154,61 @@ def test_empty_slots_write_to_the_spare_block_alone(model_dir: Path, tmp_path: P
     assert rank.pool.with_spare[16].any()
 
 
+@dataclass
+class Twins:
+    """Recorded steps, and the reference over an equal pool: requests 0 to 9, each with its own random blocks."""
+
+    recorded: Rank
+    plain: Rank
+
+    def difference(self, numbers: list[int], computed: list[int]) -> float:
+        """Runs one step of these requests, of which `computed` tokens are in the pool."""
+        sequences = [
+            SequenceStep([1 + number], start, [*range(12 * number, 12 * number + start // 16 + 1)], True)
+            for number, start in zip(numbers, computed, strict=True)
+        ]
+        assert self.recorded.runner.graphs is not None
+        ours, *_ = self.recorded.runner.graphs.run(sequences)
+        theirs = self.plain.runner.launch(StepInput(sequences, []))
+        assert theirs is not None
+        expected = torch.from_numpy(np.stack([row for row in theirs.wait().logits if row is not None]))
+        return float((ours - expected).abs().max())
+
+
+@pytest.fixture
+def twins(model_dir: Path, tmp_path: Path) -> Twins:
+    options: dict[str, Any] = {"kv_blocks": 120, "max_running_requests": 10, "max_model_tokens": 192}
+    recorded = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, EagerRecorder()), **options)
+    plain = single_rank(model_dir, tmp_path / "p", kernels="torch", **options)
+    plain.pool.tensor.normal_(generator=torch.Generator().manual_seed(5))
+    recorded.pool.tensor.copy_(plain.pool.tensor)
+    return Twins(recorded, plain)
+
+
+def test_a_batch_that_shrinks_and_grows_reads_its_own_blocks(twins: Twins) -> None:
+    """While it is small, a request gets a new block, and the host buffer of that step has other requests' rows."""
+    steps = [([1, 2, 3, 4], 100), ([5, 6, 7, 8], 100), ([5, 2, 3, 4], 100), ([5, 6, 7, 8], 100)]
+    for numbers, computed in [*steps, ([5], 112)]:
+        assert twins.difference(numbers, [computed] * len(numbers)) < 1e-4
+    assert twins.difference([5, 6, 7, 8], [112, 100, 100, 100]) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_read_their_own_blocks(twins: Twins, seed: int) -> None:
+    """Requests that leave and come back, change slots, grow by blocks and are computed again from fewer."""
+    draw = random.Random(seed)
+    computed = [draw.randrange(190) for _ in range(10)]
+    order = [*range(10)]
+    for _ in range(100):
+        if draw.random() < 0.1:
+            one, other = draw.sample(range(10), 2)
+            order[one], order[other] = order[other], order[one]
+        batch = order[: draw.randint(1, 10)]
+        assert twins.difference(batch, [computed[number] for number in batch]) < 1e-4
+        for number in batch:
+            computed[number] = 40 if computed[number] == 190 or draw.random() < 0.02 else computed[number] + 1
+
+
 def test_batch_sizes_reach_the_most_there_can_be_and_waste_little() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(3) == [1, 2, 4]
@@ -164,7 +221,7 @@ FOLLOW = """
 import sys
 from pathlib import Path
 from tandem.config.spec import EngineSpec
-from tandem.engine.graph_recorder import EagerRecorder
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import build_rank
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
@@ -211,7 +268,7 @@ def test_the_best_token_is_found_and_what_is_no_number_is_none() -> None:
     steps = [SequenceStep([1], 4, [0], True, greedy=each) for each in greedy]
     steps.insert(2, SequenceStep([1, 2], 4, [0], False))
     for best in (best_of(logits), best_of_any(logits, None)):
-        output = launched(steps, logits, best, []).wait()
+        output = launched(steps, logits, best, best, []).wait()
         assert output.tokens == [3, 7, None, None, None, 2]
         assert [row is None for row in output.logits] == greedy
         assert output.logits[5] is not None

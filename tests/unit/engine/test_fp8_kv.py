@@ -14,7 +14,7 @@ from tandem.engine.attention.attention import StepAttention
 from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.varlen_attention import PagedBatch, VarlenAttention
-from tandem.engine.kv_pool import DTYPES, pool_layout
+from tandem.engine.kv_pool import DTYPES, block_layout
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, AttentionParams
@@ -68,8 +68,11 @@ def test_numbers_are_rounded_as_torch_rounds_and_stop_at_the_largest() -> None:
     x = torch.cat((any_bits, usual, halves, up, down, torch.tensor(edges), -torch.tensor(edges)))
     x = torch.cat((x, torch.zeros(-len(x) % DIM)))
     codes, _ = through_kernels(x.view(-1, DIM))
-    assert torch.equal(codes.flatten(), to_fp8(x).view(torch.uint8))
-    assert to_fp8(torch.tensor([-1e30, torch.inf])).float().tolist() == [-448.0, 448.0]
+    expected = to_fp8(x).view(torch.uint8)
+    assert torch.equal(codes.flatten() & 0x7F, expected & 0x7F)
+    assert torch.equal(codes.flatten()[x.isfinite()], expected[x.isfinite()])  # NaN may have either sign
+    assert to_fp8(torch.tensor([-1e30, 1e30])).float().tolist() == [-448.0, 448.0]
+    assert to_fp8(torch.tensor([torch.inf, -torch.inf, torch.nan])).float().isnan().all()
 
 
 @pytest.mark.parametrize(("window", "loud"), [(None, 1.0), (50, 1.0), (7, 300.0)])
@@ -78,7 +81,7 @@ def test_every_way_of_attention_stores_the_same_and_answers_alike(window: int | 
     layout, terms, pools, answers = attended.layout, attended.terms, [], []
 
     def ways(pool: Tensor, steps: list[SequenceStep]) -> list[Attend]:
-        batch = PagedBatch.of(steps, layout.block_tokens, pool.device)
+        batch = PagedBatch.of(steps, layout.block_tokens, layout.num_blocks, pool.device)
         return [
             StepAttention(pool, layout, steps, terms),
             NativeStepAttention(Kernels(2), pool, layout, steps, terms),
@@ -125,6 +128,6 @@ def test_keys_with_a_bias_are_warned_of(
 
 def test_a_block_takes_a_byte_for_each_element() -> None:
     spec = EngineSpec(kv_dtype="fp8", kv_blocks=8)
-    layout = pool_layout(spec, layers=2, kv_heads=3, head_dim=64)
+    layout = block_layout(spec, layers=2, kv_heads=3, head_dim=64)
     assert layout.block_bytes == 2 * 2 * 3 * 16 * 64
     assert replace(layout, dtype="float32").block_bytes == 4 * layout.block_bytes

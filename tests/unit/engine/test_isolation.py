@@ -23,6 +23,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 class BrokenFor:
     """A model whose logits are no numbers for requests that start with token 13."""
 
+    samples_on_device = False
+
     def can_be_ahead_of(self, step: StepInput) -> bool:
         return False
 
@@ -33,7 +35,8 @@ class BrokenFor:
             row[5] = 1.0
             if sequence.token_ids[0] == 13:
                 row.fill_(torch.nan)
-        return launched(step.sequences, logits, best_of(logits), [])
+        best = best_of(logits)
+        return launched(step.sequences, logits, best, best, [])
 
 
 def make_engine(told: list[StepInput] | None = None) -> Engine:
@@ -53,6 +56,23 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(temperature: float)
     assert isinstance(driver.ends["bad"], InternalError)
     assert driver.ends["good"] is FinishReason.LENGTH
     assert driver.tokens == {"good": [5, 5, 5]}
+    assert driver.at_rest()
+
+
+def test_blocks_of_a_request_that_fails_are_not_found_again() -> None:
+    """Neither those of the failing step nor those of its earlier chunks, which may hold the fault."""
+    engine = make_engine()
+    driver = EngineDriver(engine)
+    prompts = {"bad": [13] * 90, "good": [1] * 40}
+    findable: set[bytes] = set()
+    for name in ("good", "bad", "good again", "bad again"):
+        driver.add(name, prompts[name.split()[0]], GREEDY)
+        driver.run()
+        for event in engine.take_cache_events():
+            (findable.update if event.stored else findable.difference_update)(event.hashes)
+        assert len(findable) == 2  # full blocks of the good one
+    assert driver.cached == {"good": 0, "good again": 32}
+    assert isinstance(driver.ends["bad again"], InternalError)
     assert driver.at_rest()
 
 

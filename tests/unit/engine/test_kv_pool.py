@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from tandem.config.spec import EngineSpec
-from tandem.engine.kv_pool import KvPool, pool_layout
+from tandem.engine.kv_pool import KvPool, block_layout, pool_layout
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=4, layers=2, kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
+BLOCK = replace(LAYOUT, num_blocks=1)
 
 
 def test_another_mapping_sees_what_the_tensor_holds_where_the_layout_says() -> None:
@@ -41,18 +43,26 @@ def test_nobody_can_resize_the_memory_under_another(size_bytes: int) -> None:
 
 def test_the_pool_has_as_many_blocks_as_asked_for_or_as_its_memory_holds() -> None:
     block_bytes = LAYOUT.block_bytes
-    by_memory = pool_layout(EngineSpec(kv_memory_bytes=2 << 20), layers=2, kv_heads=2, head_dim=8)
-    assert by_memory.num_blocks == (2 << 20) // block_bytes
-    assert pool_layout(EngineSpec(kv_blocks=9), layers=2, kv_heads=2, head_dim=8).num_blocks == 9
+
+    def blocks(**spec: int) -> int:
+        return pool_layout(EngineSpec.model_validate(spec), BLOCK, available=1 << 30, automatic=1 << 20).num_blocks
+
+    assert blocks(kv_memory_bytes=2 << 20) == (2 << 20) // block_bytes
+    assert blocks(kv_blocks=9, kv_memory_bytes=2 << 20) == 9
+    assert blocks() == (1 << 20) // block_bytes
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_both_numbers() -> None:
     with pytest.raises(InsufficientMemory, match="kv_blocks") as raised:
-        pool_layout(EngineSpec(kv_blocks=2**40), layers=2, kv_heads=2, head_dim=8)
-    assert str(2**40 * LAYOUT.block_bytes) in raised.value.message
+        pool_layout(EngineSpec(kv_blocks=2**40), BLOCK, available=4711, automatic=0)
+    assert f"got {2**40 * LAYOUT.block_bytes} bytes where 4711 are" in raised.value.message
     assert raised.value.field == "engine.kv_blocks"
+    with pytest.raises(InsufficientMemory, match="kv_memory_bytes") as raised:
+        pool_layout(EngineSpec(kv_memory_bytes=1 << 20), BLOCK, available=4711, automatic=0)
+    assert raised.value.field == "engine.kv_memory_bytes"
+    large = block_layout(EngineSpec(), layers=80, kv_heads=8, head_dim=128)
     with pytest.raises(InsufficientMemory, match="two KV blocks"):
-        pool_layout(EngineSpec(kv_memory_bytes=1 << 20), layers=80, kv_heads=8, head_dim=128)
+        pool_layout(EngineSpec(kv_memory_bytes=1 << 20), large, available=1 << 40, automatic=0)
 
 
 def write_group(folder: Path, limit_file: str, usage_file: str, limit: str, usage: int, inactive: str) -> None:

@@ -12,7 +12,7 @@ from tandem.engine.kv_pool import DTYPES
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.decoder import AttentionParams
-from tandem.native.library import Kernels
+from tandem.native.library import CELL_KINDS, Kernels
 
 # (tokens in the cache, tokens in the step): a chunk behind a cached prefix, decodes, a new prompt, the start of a tile
 REQUESTS = ((37, 60), (130, 1), (0, 70), (64, 1), (63, 2), (0, 1))
@@ -93,3 +93,17 @@ def test_a_token_attends_alike_alone_and_in_a_mixed_step(
     together = attended.by_kernels(pool)
     assert together.isfinite().all()
     assert torch.equal(together, attended.alone(pool))
+
+
+@pytest.mark.parametrize("dtype", CELL_KINDS)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_value_that_is_not_finite_shows_in_all_that_see_it(dtype: str, broken: float, place: int) -> None:
+    """In a key or a value, in each format of a pool."""
+    attended = Attended(SHAPES[0], None, None, dtype)
+    first = attended.by_kernels(attended.pool(0.0))
+    assert first.isfinite().all()
+    attended.rows[1][place][0, 0, 5] = broken
+    got = attended.by_kernels(attended.pool(0.0))
+    assert not got[0].isfinite().all()
+    assert torch.equal(got.isfinite().all(dim=1)[-REQUESTS[-1][1] :], torch.ones(REQUESTS[-1][1], dtype=torch.bool))

@@ -42,11 +42,22 @@ def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None
     def cannot(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("out of shared memory")
 
+    class FailsLater(Tensor):
+        """As on a GPU: the error shows when the host waits for the result."""
+
+        def __float__(self) -> float:
+            raise RuntimeError("an illegal memory access")
+
+    def fails_later(*args: Any, **options: Any) -> Tensor:
+        return plain_attention(*args, **options).as_subclass(FailsLater)
+
     assert kernel_error(plain_attention, LAYOUT, TERMS, torch.float32, CPU) is None
     assert kernel_error(plain_attention, FP8_LAYOUT, TERMS, torch.bfloat16, CPU) is None
     assert "differ" in str(kernel_error(forgets_the_window, LAYOUT, TERMS, torch.float32, CPU))
     assert "differ" in str(kernel_error(leaves_a_row_out, LAYOUT, TERMS, torch.float32, CPU))
     assert kernel_error(cannot, LAYOUT, TERMS, torch.float32, CPU) == "RuntimeError: out of shared memory"
+    late = kernel_error(fails_later, LAYOUT, TERMS, torch.float32, CPU)
+    assert late == "RuntimeError: an illegal memory access"
 
 
 def test_kernels_are_called_as_torchs_own_is() -> None:
@@ -64,20 +75,50 @@ INTERPRETED = """
 import sys
 from dataclasses import replace
 import torch
-from tandem.engine.attention.paged_check import kernel_error
+from tandem.engine.attention.paged_check import BATCHES, kernel_error
 from tandem.engine.attention.triton_attention import TritonAttention
-from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, TERMS
+from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, SMALL, TERMS
 
-processors, page, kv_heads, heads, head_dim = map(int, sys.argv[2:])
-layout = replace(LAYOUT, block_tokens=page, kv_heads=kv_heads, head_dim=head_dim, dtype=sys.argv[1])
-print(kernel_error(TritonAttention(processors), layout, replace(TERMS, heads=heads), torch.float32, CPU))
+processors, page, kv_heads, heads, head_dim = map(int, sys.argv[3:])
+layout = replace(LAYOUT, block_tokens=page, kv_heads=kv_heads, head_dim=head_dim, dtype=sys.argv[2])
+kernel, batches = TritonAttention(processors), BATCHES if sys.argv[1] == "large" else SMALL
+print(kernel_error(kernel, layout, replace(TERMS, heads=heads), torch.float32, CPU, batches))
 """
 
+# Decode steps with one long sequence, alike ones and few keys, and mixed ones with a long sequence and short prompts.
+SMALL = ([(1, 9), (1, 700), (1, 130)], [(1, 64), (1, 65), (1, 63)], [(1, 1)], [(1, 8), (1, 500), (33, 33), (5, 300)])
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: make setup installs it on Linux"
+)
 
-@pytest.mark.soak_only  # half a minute each
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton comes with torch for GPUs")
+
+def interpreted(program: str, *arguments: str) -> str:
+    """The output of a program whose Triton kernels are interpreted, which knows no products in half precision."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if "only 0-dimensional arrays" in done.stdout:
+        pytest.skip("this Triton's interpreter cannot loop with this numpy")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@NEEDS_TRITON
 @pytest.mark.parametrize(
     ("dtype", "sizes"),  # of the pool; the GPU's processors, tokens of a block, KV heads, query heads, dimensions
+    [
+        ("float32", (3, 16, 1, 3, 16)),
+        ("float8_e4m3", (1, 8, 2, 2, 24)),
+    ],
+)
+def test_the_triton_kernel_is_right(dtype: str, sizes: tuple[int, ...]) -> None:
+    assert interpreted(INTERPRETED, "small", dtype, *map(str, sizes)) == "None\n"
+
+
+@NEEDS_TRITON
+@pytest.mark.soak_only  # half a minute each
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
     [
         ("float32", (132, 16, 2, 6, 16)),
         ("float32", (1, 8, 1, 4, 24)),
@@ -86,14 +127,45 @@ print(kernel_error(TritonAttention(processors), layout, replace(TERMS, heads=hea
         ("float8_e4m3", (132, 16, 2, 6, 24)),
     ],
 )
-def test_the_triton_kernel_is_right(dtype: str, sizes: tuple[int, ...]) -> None:
-    """By Triton's interpreter, which knows no products in half precision."""
-    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED, dtype, *map(str, sizes)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    if "only 0-dimensional arrays" in done.stdout:
-        pytest.skip("this Triton's interpreter cannot loop with this numpy")
-    assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
+def test_the_triton_kernel_is_right_for_the_batches_of_a_start(dtype: str, sizes: tuple[int, ...]) -> None:
+    assert interpreted(INTERPRETED, "large", dtype, *map(str, sizes)) == "None\n"
+
+
+SPLITS = """
+import torch
+from tandem.engine.attention.paged_check import kernel_error
+from tandem.engine.attention.triton_attention import TritonAttention
+from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, TERMS
+from dataclasses import replace
+
+layout, terms = replace(LAYOUT, kv_heads=1, dtype="float32"), replace(TERMS, heads=2, windows=(None,))
+for processors, batch in (
+    (2, [(1, 600), (1, 9), (1, 9), (1, 9)]),  # one long sequence among four, for two processors
+    (2, [(1, 600), (3, 9), (40, 40)]),  # the same beside prompts
+    (2, [(1, 100), (1, 110), (1, 120), (1, 128)]),  # alike: each has a program
+):
+    kernel = TritonAttention(processors)
+    assert kernel_error(kernel, layout, terms, torch.float32, CPU, [batch]) is None
+    [memory] = kernel._memory.values()
+    memory.fill_(torch.nan)
+    assert kernel_error(kernel, layout, terms, torch.float32, CPU, [batch]) is None
+    parts = memory[: -memory.numel() // 18 * 2].view(-1, layout.head_dim)
+    print((~parts.isnan().any(dim=1)).sum().item() // terms.heads)
+kernel = TritonAttention(3)
+for batch in ([(1, 700)], [(1, 40), (1, 90)], [(1, 5)] * 5):
+    kernel_error(kernel, layout, terms, torch.float32, CPU, [batch])
+print(len(kernel._memory))
+"""
+
+
+@NEEDS_TRITON
+def test_a_long_sequence_is_split_in_any_batch_and_all_batches_share_the_memory() -> None:
+    """Parts of tiles, where most programs would else wait for the longest sequence."""
+    *parts, memories = map(int, interpreted(SPLITS).split())
+    assert parts[0] >= 3
+    assert parts[1] >= 3
+    assert parts[2] == 0
+    assert memories == 1
 
 
 def model_of(rank: Rank) -> Decoder:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.device import sampler as device_sampler
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.engine import Engine
-from tandem.engine.graph_recorder import EagerRecorder
 from tandem.engine.output import Launched, StepOutput
 from tandem.engine.step import StepInput
 from tandem.errors import InternalError
@@ -37,6 +39,12 @@ class Watched:
 
     engine: Engine
     told: list[StepInput] = field(default_factory=list)
+
+    @property
+    def repeated(self) -> int:
+        """Positions that were computed twice."""
+        places = [[(each.start, each.blocks) for each in step.sequences] for step in self.told if step.sequences]
+        return sum(place in later for one, later in pairwise(places) for place in one)
 
     @property
     def ahead(self) -> int:
@@ -160,8 +168,8 @@ def test_who_has_ended_can_neither_be_held_nor_cancelled(
     assert driver.at_rest()
 
 
-def test_nothing_is_launched_ahead_that_nobody_would_want(watched: Callable[..., Watched], requests: Requests) -> None:
-    """The last step of a request that ends by its length, and steps of which the host wants logits."""
+def test_the_last_step_of_a_request_is_known_by_its_length(watched: Callable[..., Watched]) -> None:
+    """Also with logprobs and penalties, which the device computes."""
     ours = watched()
     driver = EngineDriver(ours.engine)
     driver.add("a", [5, 6, 7], replace(GREEDY, max_tokens=9))
@@ -171,7 +179,47 @@ def test_nothing_is_launched_ahead_that_nobody_would_want(watched: Callable[...,
     driver.add("b", [5, 6, 8], replace(GREEDY, max_tokens=9, logprobs=0))
     driver.add("c", [5, 6, 8], replace(GREEDY, max_tokens=9, frequency_penalty=0.5))
     driver.run()
-    assert ours.ahead == 7
+    assert ours.ahead == 14
+    assert len(ours.told) == 18
+
+
+@pytest.mark.parametrize("candidates", [device_sampler.CANDIDATES, 8])  # 8: many tokens are chosen late
+def test_penalties_and_logprobs_ahead_are_those_of_the_host(
+    watched: Callable[..., Watched],
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    candidates: int,
+) -> None:
+    monkeypatch.setattr(device_sampler, "CANDIDATES", candidates)
+    kinds = (
+        GREEDY,
+        replace(SEEDED, logprobs=3, repetition_penalty=1.4),
+        replace(GREEDY, frequency_penalty=0.8, presence_penalty=0.3, logprobs=0),
+        replace(SEEDED, top_k=5, logit_bias=((7, 4.0),), frequency_penalty=-0.5),
+        replace(SEEDED, temperature=1.4, top_p=0.98, logprobs=1),
+    )
+    ours = watched(max_running_requests=8)
+    plain = single_rank(model_dir, tmp_path / "plain", kernels="torch").engine
+    found = []
+    for engine in (ours.engine, plain):
+        driver, logprobs = EngineDriver(engine), dict[str, list[float]]()
+        for number in range(8):
+            driver.add(str(number), random_prompt(5 + 9 * number, VOCAB, number), kinds[number % len(kinds)])
+        while engine.has_work:
+            result = engine.step()
+            driver.take(result)
+            for token in result.tokens:
+                values = [token.logprob, *(each.logprob for each in token.top)]
+                logprobs.setdefault(token.request_id, []).extend(each for each in values if each is not None)
+        assert driver.at_rest()
+        found.append((driver.tokens, logprobs))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, told in found[0][1].items():
+        assert told == pytest.approx(found[1][1][name], abs=2e-4)
+    assert ours.ahead > (25 if candidates > 8 else 5)
+    assert candidates > 8 or ours.repeated
 
 
 def test_a_request_without_numbers_ends_alone_also_with_a_step_ahead(

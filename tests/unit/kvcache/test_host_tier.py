@@ -50,6 +50,38 @@ def test_a_block_that_came_back_leaves_again_without_a_copy_while_its_slot_lasts
     assert pool.match([A]) == [A]
 
 
+def test_a_forgotten_block_is_found_nowhere_and_its_slot_is_used_again() -> None:
+    pool = BlockPool(2, HostTier(2))
+    fill(pool, A, B)
+    fill(pool, C, D)
+    pool.take_copies()
+    pool.take_events()
+    pool.forget([A, B, C])
+    assert pool.take_events() == [CacheEvent(False, (A, B, C))]
+    assert pool.match([A]) == pool.match([B]) == pool.match([C]) == []
+    assert pool.match([D]) != []
+    assert pool.tier_counts().free == 2
+    assert pool.tier_counts().conserved
+    assert pool.counts().free == 1
+    assert pool.counts().conserved
+    fill(pool, A, B)
+    assert pool.take_copies() is not None
+    assert pool.tier_counts().used == 1
+    assert pool.tier_counts().conserved
+
+
+def test_a_forgotten_block_stays_held_and_is_free_after() -> None:
+    pool = BlockPool(2)
+    held = pool.acquire([], 2, BlockHold.USE)
+    for block, block_hash in zip(held, (A, B), strict=True):
+        pool.commit(block, block_hash)
+    pool.forget([B, D])
+    assert pool.counts().in_use == 2
+    pool.release(held, BlockHold.USE)
+    assert (pool.counts().free, pool.counts().cached) == (1, 1)
+    assert pool.take_events() == [CacheEvent(True, (A, B)), CacheEvent(False, (B,))]
+
+
 def test_the_slot_of_a_block_that_came_back_is_overwritten_before_others_and_nothing_is_lost() -> None:
     pool = BlockPool(2, HostTier(2))
     fill(pool, A, B)
