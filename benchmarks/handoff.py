@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from benchmarks import handoff_bulk, handoff_device, handoff_workers
+from benchmarks import handoff_bulk, handoff_device, handoff_peers, handoff_workers
 from benchmarks.handoff_figures import QUICK, Figure, HandoffSizes
 
 FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
@@ -30,6 +30,7 @@ FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
     "exposed_share": handoff_workers.exposed_share,
     "ttft_extra": handoff_workers.ttft_extra,
     "agent_rss": handoff_bulk.agent_rss,
+    "agent_200_peers": handoff_peers.agent_200_peers,
 }
 
 

@@ -159,7 +159,7 @@ async def agent_rss(sizes: HandoffSizes) -> list[Figure]:
         async with bulk(sizes, transport) as pair:
             for _ in range(2):
                 await pair.seconds()
-            found += [_resident_mb(worker.ranks[0].process.pid) for worker in (pair.prefill, pair.decode)]
+            found += [resident_mb(worker.ranks[0].process.pid) for worker in (pair.prefill, pair.decode)]
     return [Figure("handoff.agent_rss_mb", round(max(found), 1), "MiB")]
 
 
@@ -167,7 +167,7 @@ def _has_tcp() -> bool:
     return "tcp" in {kind.value for kind in TransportKind}
 
 
-def _resident_mb(pid: int) -> float:
+def resident_mb(pid: int) -> float:
     """Resident memory of a process, including shared libraries, excluding pools (memfd mappings)."""
     total_kb, counted = 0, True
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():

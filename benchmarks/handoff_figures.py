@@ -40,6 +40,8 @@ class HandoffSizes:
     exposed_runs: int = 3
     exposed_tokens: int = 2048
     demo_model: bool = True
+    peers: int = 200
+    peer_handoffs: int = 400
     device: str | None = None  # for the GPU figures; None: the GPU, if there is one
 
 
@@ -55,6 +57,8 @@ QUICK = HandoffSizes(
     exposed_runs=1,
     exposed_tokens=64,
     demo_model=False,
+    peers=20,
+    peer_handoffs=40,
     device="cpu",  # runs the same code as on a GPU
 )
 

@@ -6,6 +6,8 @@ of the worker, to open and close handoffs. `ticket_id` (hex) identifies a ticket
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from kvtransfer.stages import ReceiveStages, SendStages
@@ -93,6 +95,10 @@ class Peer(msgspec.Struct, frozen=True):
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     device: str = ""
     """As in DeviceMemory; empty: host memory."""
+    machine_id: str = ""
+    """Equal in all containers of one machine."""
+    transports: tuple[str, ...] = ()
+    """What it accepts; empty: an earlier release, which does not say."""
     connect: bool = True
     """Connect at once. False: connect only while a ticket needs the link."""
 
@@ -102,10 +108,16 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):
-    """All agents that this one may exchange blocks with. It closes links to missing ones, and connects and probes new
-    ones."""
+    """All agents that this one may exchange blocks with, when the leader connects."""
 
     peers: tuple[Peer, ...]
+
+
+class ChangePeers(msgspec.Struct, frozen=True, tag=True):
+    """What changed since: worker epochs whose agents are others now, each with all its agents, and those that left."""
+
+    changed: tuple[Peer, ...]
+    gone: tuple[tuple[str, int], ...]
 
 
 class OpenReceive(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +181,7 @@ class TakeCensus(msgspec.Struct, frozen=True, tag=True):
 
 
 ToAgent = (
-    AttachPool | BeginStep | LayerDone | Lead | SetPeers | TakeCensus
+    AttachPool | BeginStep | LayerDone | Lead | SetPeers | ChangePeers | TakeCensus
     | OpenReceive | CloseReceive | OpenSend | CloseSend
 )  # fmt: skip
 
@@ -181,6 +193,8 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     mapped_path: str
     tcp_address: str
     device: str = ""  # as in Peer
+    machine_id: str = ""  # as in Peer
+    transports: tuple[str, ...] = ()  # as in Peer
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +206,7 @@ class Received(msgspec.Struct, frozen=True, tag=True):
     pieces: int
     verify_s: float
     stages: ReceiveStages | None = None  # None: nothing to receive
+    transports: tuple[str, ...] = ()  # of the links that carried the blocks
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
@@ -225,12 +240,24 @@ class SendClosed(msgspec.Struct, frozen=True, tag=True):
     ticket_id: str
 
 
+class LinkState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    IDLE = "idle"  # was ready, and opens again when needed
+    REFUSED = "refused"
+    DOWN = "down"
+    CLOSED = "closed"  # no longer wanted
+
+
+REACHABLE = (LinkState.READY, LinkState.IDLE)
+
+
 class LinkReport(msgspec.Struct, frozen=True, tag=True):
     peer_worker: str
     peer_epoch: int
     peer_rank: int
     transport: str
-    state: str  # connecting, ready, refused, down; closed: no longer wanted
+    state: str  # a LinkState
     reason: str
     bytes: int
     latency_s: float | None = None  # as in LinkMeter; None at the receiving end, which does not measure

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.control import FromAgent, LinkReport, TakeCensus
+from kvtransfer.control import REACHABLE, ChangePeers, FromAgent, LinkReport, LinkState, Peer, TakeCensus
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
@@ -26,6 +26,20 @@ class AgentConnection(Protocol):
     def send(self, message: msgspec.Struct) -> None:
         """Never blocks. Drops the message when the agent is gone; the connection reports that loss itself."""
         ...
+
+
+def peer_changes(before: tuple[Peer, ...], now: tuple[Peer, ...]) -> ChangePeers:
+    """What an agent that knows the peers of `before` must be told."""
+    known, wanted = _by_worker_epoch(before), _by_worker_epoch(now)
+    changed = [peer for name, peers in wanted.items() if known.get(name) != peers for peer in peers]
+    return ChangePeers(tuple(changed), tuple(known.keys() - wanted.keys()))
+
+
+def _by_worker_epoch(peers: tuple[Peer, ...]) -> dict[WorkerEpoch, list[Peer]]:
+    found: dict[WorkerEpoch, list[Peer]] = {}
+    for peer in peers:
+        found.setdefault((peer.worker_id, peer.epoch), []).append(peer)
+    return found
 
 
 @dataclass(slots=True)
@@ -97,7 +111,7 @@ class Agents:
         self._probes.on_received(rank)
         if isinstance(message, LinkReport):
             key = (rank, message.peer_worker, message.peer_rank)
-            if message.state == "closed":
+            if message.state == LinkState.CLOSED:
                 self._links.pop(key, None)
             else:
                 self._links[key] = message
@@ -132,9 +146,9 @@ class Agents:
         self._links = {key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers}
 
     def reach(self) -> frozenset[WorkerEpoch]:
-        """The worker epochs to which every link of this worker is probed and ready."""
+        """The worker epochs to which every link of this worker was probed, and is ready or opens when needed."""
         linked = {(link.peer_worker, link.peer_epoch) for link in self._links.values()}
-        broken = {(link.peer_worker, link.peer_epoch) for link in self._links.values() if link.state != "ready"}
+        broken = {(link.peer_worker, link.peer_epoch) for link in self._links.values() if link.state not in REACHABLE}
         return frozenset() if self.lost_ranks() else frozenset(linked - broken)
 
     def links(self) -> list[worker_pb2.LinkState]:

@@ -21,6 +21,14 @@ class AgentLost:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentStuck:
+    """This rank's agent was killed, but its process does not end: it may still write to blocks."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class AgentConnected:
     """The leader is connected to this rank's agent, for the first time or again."""
 
@@ -32,7 +40,7 @@ class Stop:
     reason: str
 
 
-LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentConnected | Stop
+LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentStuck | AgentConnected | Stop
 
 
 class Inbox:

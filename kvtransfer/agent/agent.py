@@ -3,7 +3,7 @@
     python -m kvtransfer.agent --socket PATH
 
 It ends with its rank's connection. It keeps no state beyond open tickets, so a restarted agent serves the next tickets.
-It loads torch only if the pool is in device memory or a link uses `process_group`.
+It loads torch only if the pool is in device memory or a link uses `nccl` or `process_group`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from kvtransfer.agent.handoff_receiver import HandoffReceiver
-from kvtransfer.agent.handoff_sender import HandoffSender
+from kvtransfer.agent.handoff_sender import HandoffSender, WorkerEpoch
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.connection.handshake import LocalRank, pool_layout
 from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
@@ -30,6 +30,7 @@ from kvtransfer.control import (
     AttachPool,
     BeginStep,
     Census,
+    ChangePeers,
     CloseReceive,
     CloseSend,
     FromAgent,
@@ -37,6 +38,7 @@ from kvtransfer.control import (
     Lead,
     OpenReceive,
     OpenSend,
+    Peer,
     ReceiveClosed,
     ReceiveFailed,
     SendClosed,
@@ -46,7 +48,7 @@ from kvtransfer.control import (
 )
 from kvtransfer.link.in_link import LinkAcceptor
 from kvtransfer.pool import digest
-from kvtransfer.pool.pools import open_pool
+from kvtransfer.pool.pools import make_host_staging, open_pool
 from kvtransfer.session.ticket import KEY_BYTES
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.clock import Clock, SystemClock
@@ -63,7 +65,8 @@ MAX_TICK_S = 0.5
 HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
-FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
+ForTickets = OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
+FromLeader = SetPeers | ChangePeers | ForTickets
 
 
 class Attachment:
@@ -86,14 +89,14 @@ class Attachment:
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.attached = Attached(local.host_id, mapped_path, tcp, local.device)
+        self.attached = Attached(local.host_id, mapped_path, tcp, local.device, local.machine_id, tuple(offered(local)))
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
 
-    def set_peers(self, message: SetPeers) -> None:
-        self.outgoing.set_peers(message.peers)
-        self.incoming.set_peers(message.peers)
+    def change_peers(self, changed: dict[WorkerEpoch, dict[int, Peer]], gone: set[WorkerEpoch]) -> None:
+        self.outgoing.change_peers(changed, gone)
+        self.incoming.change_peers(changed, gone)
 
     def report_links(self) -> None:
         self.outgoing.report_links()
@@ -129,10 +132,10 @@ class Agent:
     def __init__(self, path: Path, transports: Transports, clock: Clock) -> None:
         self._path = path
         self._transports = transports
-        transports.on_hung = _end_hung
+        transports.threads.on_hung = _end_hung
         self._clock = clock
         self._attachment: Attachment | None = None
-        self._peers: SetPeers | None = None
+        self._peers: dict[WorkerEpoch, dict[int, Peer]] = {}
         self._leaders: list[Channel[FromLeader]] = []
         self._ended = asyncio.Event()
 
@@ -182,8 +185,7 @@ class Agent:
             attachment = self._attach(attach, fds)
             channel.send(attachment.attached)
             self._report(attachment.attached)
-            if self._peers is not None:
-                attachment.set_peers(self._peers)
+            attachment.change_peers(self._peers, set())
             try:
                 async for message in channel:
                     match message:
@@ -206,7 +208,8 @@ class Agent:
             tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
-        local = LocalRank(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
+        pool_fd = os.dup(fds[0]) if fds else None
+        local = LocalRank(attach, pool, pool_fd, host_id(), machine_id(), make_host_staging(pool), tls)
         self._attachment = Attachment(local, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment
@@ -226,15 +229,26 @@ class Agent:
                 self._attachment.fail_all("the leader disconnected")
 
     def _handle(self, message: FromLeader) -> None:
-        if isinstance(message, SetPeers):
-            self._peers = message
         attachment = self._attachment
-        if attachment is None:
+        if isinstance(message, SetPeers | ChangePeers):
+            self._change_peers(message)
+        elif attachment is None:
             self._answer_unattached(message)
-            return
+        else:
+            self._handle_attached(attachment, message)
+
+    def _change_peers(self, message: SetPeers | ChangePeers) -> None:
+        named: dict[WorkerEpoch, dict[int, Peer]] = {}
+        for peer in message.peers if isinstance(message, SetPeers) else message.changed:
+            named.setdefault((peer.worker_id, peer.epoch), {})[peer.rank] = peer
+        gone = self._peers.keys() - named.keys() if isinstance(message, SetPeers) else set(message.gone)
+        changed = {name: ranks for name, ranks in named.items() if self._peers.get(name) != ranks}
+        self._peers = {name: ranks for name, ranks in self._peers.items() if name not in gone} | changed
+        if self._attachment is not None:
+            self._attachment.change_peers(changed, set(gone))
+
+    def _handle_attached(self, attachment: Attachment, message: ForTickets) -> None:
         match message:
-            case SetPeers():
-                attachment.set_peers(message)
             case OpenReceive():
                 attachment.incoming.open_receive(message)
             case CloseReceive():
@@ -246,7 +260,7 @@ class Agent:
             case TakeCensus():
                 self._report(attachment.census())
 
-    def _answer_unattached(self, message: FromLeader) -> None:
+    def _answer_unattached(self, message: ForTickets) -> None:
         """Answers while no pool is attached, so no ticket is known."""
         reason = "the rank's pool is not attached yet"
         match message:
@@ -260,8 +274,6 @@ class Agent:
                 self._report(SendClosed(ticket_id))
             case TakeCensus():
                 self._report(Census(0, 0, 0, 0, 0))
-            case SetPeers():
-                pass  # applied when the rank attaches
 
     def _report(self, message: FromAgent) -> None:
         for leader in self._leaders:
@@ -283,6 +295,12 @@ def host_id() -> str:
     parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.getuid())]
     parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def machine_id() -> str:
+    """16 hex digits, equal in all containers of one machine."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(boot_id.encode()).hexdigest()[:16]
 
 
 def _end_hung(thread: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvtransfer.agent.process import AgentProcess, PidfdProcess
 from kvtransfer.connection.sockets import connect_unix, peer_pid, send_first
 from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
 from tandem.engine.api import ExportRange
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.02
 MAX_RETRY_S = 0.5
+EXIT_GRACE_S = 1.0
+STUCK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class _Connection:
     on_message: Callable[[FromAgent], None]
     on_lost: Callable[[], None]
     on_connected: Callable[[], None]
+    on_stuck: Callable[[int], None]
 
 
 class AgentClient:
@@ -38,10 +43,22 @@ class AgentClient:
 
     Args:
         loop: an event loop running in another thread; None: the client runs its own in a daemon thread.
+        open_process: finds the process with an id.
+        grace_s: from the end of an agent's connection to its kill.
+        stuck_s: from the kill to `on_stuck`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None = None,
+        open_process: Callable[[int], AgentProcess] = PidfdProcess,
+        grace_s: float = EXIT_GRACE_S,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._grace_s, self._stuck_s = grace_s, stuck_s
         self._loop = loop or _start_loop()
+        self._open_process = open_process
+        self._process: AgentProcess | None = None
         self._sender: ThreadSender | None = None
         self._pid: int | None = None
         self._running: Future[None] | None = None
@@ -54,6 +71,7 @@ class AgentClient:
         on_message: Callable[[FromAgent], None],
         on_lost: Callable[[], None],
         on_connected: Callable[[], None] | None = None,
+        on_stuck: Callable[[int], None] | None = None,
     ) -> None:
         """Starts connecting and returns at once. The callbacks run on the client's loop and must not block.
 
@@ -61,14 +79,18 @@ class AgentClient:
             first: sent first on every new connection. `AttachPool` is sent with `fd`, which the caller keeps open and
                 owns.
             on_connected: an agent with an attached pool is connected; called before its `Attached`.
-            on_lost: the agent is gone, with all its state.
+            on_lost: the agent is gone, with all its state. For a leader (`Lead`), its process has ended, so it writes
+                no more. It is killed if only its connection ended.
+            on_stuck: the agent with this process id was killed and does not end. `on_lost` is called when it does.
         """
-        connection = _Connection(Path(socket_path), first, fd, on_message, on_lost, on_connected or _nothing)
+        connection = _Connection(
+            Path(socket_path), first, fd, on_message, on_lost, on_connected or _nothing, on_stuck or _log_stuck
+        )
         self._running = asyncio.run_coroutine_threadsafe(self._run(connection), self._loop)
 
     @property
     def pid(self) -> int | None:
-        """The agent's process id, while connected."""
+        """The agent's process id, from the connection until the process has ended."""
         return self._pid
 
     def send(self, message: msgspec.Struct) -> None:
@@ -82,6 +104,12 @@ class AgentClient:
             self._running.cancel()
 
     async def _run(self, connection: _Connection) -> None:
+        try:
+            await self._connect_forever(connection)
+        finally:
+            self._release()
+
+    async def _connect_forever(self, connection: _Connection) -> None:
         retry_s = FIRST_RETRY_S
         while True:
             try:
@@ -97,9 +125,10 @@ class AgentClient:
             except ChannelError as error:
                 log.warning("invalid message from the transfer agent: %s", error)
             finally:
-                self._sender = self._pid = None
+                self._sender = None
                 sender.close()
                 writer.close()
+            await self._wait_end(connection)
             connection.on_lost()
             await asyncio.sleep(retry_s)
 
@@ -107,11 +136,42 @@ class AgentClient:
         raw = await connect_unix(str(connection.socket_path))
         try:
             self._pid = peer_pid(raw)
+            if isinstance(connection.first, Lead):
+                self._process = self._process_of(self._pid)
             await send_first(raw, encode(connection.first), [] if connection.fd is None else [connection.fd])
             return await asyncio.open_unix_connection(sock=raw)
         except BaseException:
             raw.close()
+            self._release()
             raise
+
+    def _process_of(self, pid: int) -> AgentProcess | None:
+        """None: an agent within this process, as in tests, or one whose end cannot be seen."""
+        if pid == os.getpid():
+            return None
+        try:
+            return self._open_process(pid)
+        except ProcessLookupError:
+            raise
+        except OSError as error:
+            log.warning("cannot see the end of the transfer agent (pid %d): no pidfd here (%s)", pid, error)
+            return None
+
+    async def _wait_end(self, connection: _Connection) -> None:
+        process, pid = self._process, self._pid
+        if process is not None and pid is not None and not await process.ended(self._grace_s):
+            log.warning("the transfer agent (pid %d) closed its connection and did not end: killing it", pid)
+            process.kill()
+            if not await process.ended(self._stuck_s):
+                connection.on_stuck(pid)
+                while not await process.ended(self._stuck_s):
+                    pass
+        self._release()
+
+    def _release(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = self._pid = None
 
     async def _listen(self, channel: Channel[FromAgent], connection: _Connection) -> None:
         attached = False
@@ -150,6 +210,10 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agent-client", daemon=True).start()
     return loop
+
+
+def _log_stuck(pid: int) -> None:
+    log.error("the transfer agent (pid %d) was killed and does not end", pid)
 
 
 def _nothing() -> None:

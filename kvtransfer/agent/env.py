@@ -10,5 +10,9 @@ STREAMING_COPY_BYTES: Final = 384 << 10
 # of KV blocks are smaller. glibc reads this variable at process start; other C libraries ignore it.
 AGENT_ENV: Final = {
     "OMP_NUM_THREADS": "1",
+    # A link that fails is aborted by its owner. torch's watchdogs would end the agent instead.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={STREAMING_COPY_BYTES}",
 }

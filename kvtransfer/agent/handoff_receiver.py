@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+
+import msgspec
 
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.connection.handshake import LocalRank
-from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, Peer, ReceiveClosed, ReceiveFailed
+from kvtransfer.control import CloseReceive, FromAgent, LinkState, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.link.in_link import InLink
 from kvtransfer.session.piece import FrameType, Piece
 from kvtransfer.session.receive import Acknowledge, ReceiveAction, ReceiveSession, ReceivingRank, Refuse, ReportReceive
@@ -50,21 +52,24 @@ class HandoffReceiver:
         self._tickets: dict[str, _Receiving] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._links: list[InLink] = []
-        self._epochs: frozenset[WorkerEpoch] = frozenset()
+        self._epochs: set[WorkerEpoch] = set()
         self._opened = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- the directory and the leader --------------------------------------------------------------------------
 
-    def set_peers(self, peers: Iterable[Peer]) -> None:
-        """Closes links from epochs that left the directory."""
-        epochs = frozenset((peer.worker_id, peer.epoch) for peer in peers)
-        names = {name for name, _ in epochs}
+    def change_peers(self, changed: Collection[WorkerEpoch], gone: Collection[WorkerEpoch]) -> None:
+        """Ends what comes from epochs that left the directory, or that another epoch has replaced."""
+        replaced = {name for name, _ in changed}
+        self._epochs = (self._epochs | set(changed)) - set(gone)
         for link in self._links:
-            worker_epoch = (link.hello.worker_id, link.hello.epoch)
-            if worker_epoch not in epochs and (worker_epoch in self._epochs or worker_epoch[0] in names):
+            sender = (link.hello.worker_id, link.hello.epoch)
+            if sender in gone or (sender not in self._epochs and sender[0] in replaced):
                 link.close()
-        self._epochs = epochs
+        for entry in list(self._tickets.values()):
+            lease = entry.session.lease
+            if (lease.prefill_worker, lease.prefill_epoch) in gone:
+                self._do(entry, entry.session.fail(HandoffCause.PEER_LOST, "the prefill worker left the directory"))
 
     def report_links(self) -> None:
         for link in self._links:
@@ -187,6 +192,10 @@ class HandoffReceiver:
     def link_down(self, link: InLink, cause: HandoffCause, reason: str) -> None:
         if link in self._links:
             self._links.remove(link)
+        is_used = any(entry.links.get(link.hello.rank) is link for entry in self._tickets.values())
+        if link.is_resting and not is_used:  # else it broke its word, and its tickets fail
+            self._report_link(link, LinkState.IDLE, "")
+            return
         hello = link.hello
         sender = (hello.worker_id, hello.epoch, hello.rank)
         is_last = all((it.hello.worker_id, it.hello.epoch, it.hello.rank) != sender for it in self._links)
@@ -219,6 +228,9 @@ class HandoffReceiver:
         ticket_id = entry.session.lease.ticket_id
         for action in actions:
             match action:
+                case ReportReceive(Received() as message):
+                    transports = sorted({link.hello.transport for link in entry.links.values()})
+                    self._report(msgspec.structs.replace(message, transports=tuple(transports)))
                 case ReportReceive(message):
                     self._report(message)
                 case Acknowledge(rank, seq):

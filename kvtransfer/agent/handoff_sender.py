@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,10 @@ from tandem.errors import IncompatiblePools, InputError
 
 log = logging.getLogger(__name__)
 
+WARM_LINKS = 16  # kept open without tickets; to more peers than this, those used last
+REST_AFTER_S = 5.0
+OPENING_AT_ONCE = 64  # links that no ticket waits for
+_REMEMBERED = 4096
 WorkerEpoch = tuple[str, int]
 PeerKey = tuple[str, int, int]
 
@@ -65,8 +69,9 @@ class HandoffSender:
         self._report = report
         self._exports = Exports(local.layout.layers, clock, local.attach.ticket_ttl_s)
         self._peers: dict[WorkerEpoch, dict[int, Peer]] = {}
-        self._gone: set[WorkerEpoch] = set()
+        self._gone: dict[WorkerEpoch, None] = {}  # the latest, in order
         self._links: dict[PeerKey, OutLink] = {}
+        self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
         self._waiting: dict[str, _PendingSend] = {}
         self._sending: dict[str, _Sending] = {}
@@ -74,24 +79,32 @@ class HandoffSender:
 
     # --- the directory -----------------------------------------------------------------------------------------
 
-    def set_peers(self, peers: Iterable[Peer]) -> None:
-        known: dict[WorkerEpoch, dict[int, Peer]] = {}
-        for peer in peers:
-            known.setdefault((peer.worker_id, peer.epoch), {})[peer.rank] = peer
-        self._gone = (self._gone | (self._peers.keys() - known.keys())) - known.keys()
-        self._peers = known
-        for key, link in list(self._links.items()):
-            found = known.get(key[:2], {}).get(key[2])
-            if found is None or not found.is_at(link.peer):  # gone, or its agent restarted at another address
+    def change_peers(self, changed: Mapping[WorkerEpoch, dict[int, Peer]], gone: Collection[WorkerEpoch]) -> None:
+        """`changed`: worker epochs with all their ranks' agents."""
+        for worker_epoch in gone:
+            if self._peers.pop(worker_epoch, None) is not None:
+                self._gone[worker_epoch] = None
+                self._drop_links(worker_epoch, {})
+        for worker_epoch, ranks in changed.items():
+            self._gone.pop(worker_epoch, None)
+            self._peers[worker_epoch] = ranks
+            self._drop_links(worker_epoch, ranks)
+            if all(peer.connect for peer in ranks.values()):
+                self._make_links(worker_epoch)
+        while len(self._gone) > _REMEMBERED:
+            self._gone.pop(next(iter(self._gone)))
+        for waiting in list(self._waiting.values()):
+            self._try_start(waiting)
+
+    def _drop_links(self, worker_epoch: WorkerEpoch, ranks: Mapping[int, Peer]) -> None:
+        """Ends links to agents that are gone or restarted at another address, and those that nothing needs."""
+        for key in [key for key in self._links if key[:2] == worker_epoch]:
+            link, found = self._links[key], ranks.get(key[2])
+            if found is None or not found.is_at(link.peer):
                 self._drop_link(key)
                 self.link_down(link, HandoffCause.PEER_LOST, "the peer left the directory", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
-        for worker_epoch, ranks in known.items():
-            if all(peer.connect for peer in ranks.values()):
-                self._make_links(worker_epoch)
-        for waiting in list(self._waiting.values()):
-            self._try_start(waiting)
 
     def _drop_link(self, key: PeerKey) -> None:
         """Forgets a link that is no longer wanted, and reports it as closed rather than down."""
@@ -124,7 +137,7 @@ class HandoffSender:
             key = (*worker_epoch, link.decode_rank)
             if peer is None or key in self._links:
                 continue
-            out = OutLink(self._local, peer, link, self._transports, self, self._report)
+            out = OutLink(self._local, peer, link, self._transports, self, self._report, self._opening)
             self._links[key] = out
             self._tasks[key] = asyncio.create_task(out.run())
 
@@ -179,6 +192,21 @@ class HandoffSender:
             )
         for entry in list(self._sending.values()):
             self._do(entry, entry.session.tick())
+        self._rest_links(now_s)
+
+    def _rest_links(self, now_s: float) -> None:
+        """Closes the links that were not used for longest, if many are open."""
+        ready = sorted((link for link in self._links.values() if link.is_ready), key=lambda link: link.used_s)
+        excess = len(ready) - WARM_LINKS
+        if excess <= 0:
+            return
+        in_use = {entry.peer(rank) for entry in self._sending.values() for rank in entry.session.decode_ranks}
+        for link in ready[:excess]:
+            peer = link.peer
+            if (peer.worker_id, peer.epoch, peer.rank) in in_use or not peer.transports:
+                continue  # a peer of an earlier release would take the end of the link for a loss
+            if now_s - link.used_s >= REST_AFTER_S:
+                link.rest()
 
     def _check(self, message: OpenSend) -> Ticket:
         ticket = Ticket.parse(message.signed_ticket)
@@ -214,6 +242,7 @@ class HandoffSender:
         self._do(entry, session.start())
         for decode_rank in session.decode_ranks:
             link = self._links[entry.peer(decode_rank)]
+            link.need(self._clock.now_s())
             if link.is_ready:
                 self._do(entry, session.link_ready(decode_rank, link.max_piece_bytes))
             elif link.is_refused:
@@ -307,6 +336,7 @@ class HandoffSender:
             self._exports.close(entry.message.export_id)
             for rank in entry.session.decode_ranks:
                 if link := self._links.get(entry.peer(rank)):
+                    link.used_s = self._clock.now_s()
                     link.report()
 
     def _send(self, entry: _Sending, rank: int, header: Header, body: bytes = b"") -> None:

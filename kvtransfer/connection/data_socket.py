@@ -10,12 +10,13 @@ import asyncio
 import hmac
 import logging
 import secrets
+import select
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,9 +40,12 @@ class DataSocket:
 
     Args:
         idle_s: timeout without any byte moved while data is expected.
+
+    `waiting`, if set, is entered while a thread waits for the peer before it moves bytes.
     """
 
     def __init__(self, sock: socket.socket, idle_s: float) -> None:
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(sock, ssl.SSLSocket):
             sock.settimeout(idle_s)
         else:  # kernel timeouts, because Python's cost a poll per call
@@ -55,6 +59,14 @@ class DataSocket:
         self._in_use = False
         self._closed = False
 
+    async def readable(self) -> None:
+        """Waits on the loop for the first byte, so that no thread waits for a sender that is not ready. Raises
+        HandoffFault like `receive`."""
+        with self._use() as sock:
+            if not (isinstance(sock, ssl.SSLSocket) and sock.pending()):
+                async with asyncio.timeout(self._idle_s):
+                    await readable(sock)
+
     def send(self, views: list[memoryview]) -> None:
         """Raises HandoffFault (transport, peer_lost), after which the link must end."""
         with self._use() as sock:
@@ -64,6 +76,7 @@ class DataSocket:
                 return
             rest = views
             while rest:
+                self._await(sock, select.POLLOUT)
                 rest = _after(rest, sock.sendmsg(rest))
 
     def receive(self, views: list[memoryview]) -> None:
@@ -74,12 +87,23 @@ class DataSocket:
                 if isinstance(sock, ssl.SSLSocket):
                     count = sock.recv_into(rest[0])
                 else:
+                    self._await(sock, select.POLLIN)
                     count = sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # one wake-up for all bytes
                 if not count:
                     raise ConnectionError("the peer closed the connection")
                 if self._closed:  # a TLS socket could still return buffered data
                     raise ConnectionError("the link was closed")
                 rest = _after(rest, count)
+
+    def _await(self, sock: socket.socket, event: int) -> None:
+        """Waits until some bytes can be moved. Raises TimeoutError."""
+        poll = select.poll()
+        poll.register(sock, event)
+        if poll.poll(0):
+            return
+        with self.waiting():
+            if not poll.poll(1000 * self._idle_s):
+                raise TimeoutError
 
     def close(self) -> None:
         """Closes from any thread. The descriptor is released after its last use, so that its number is not reused too

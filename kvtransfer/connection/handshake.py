@@ -15,7 +15,9 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.connection.sockets import receive_first
 from kvtransfer.connection.tls import Wire
 from kvtransfer.control import AttachPool, DeviceMemory, Peer, WireLayout
+from kvtransfer.pool.pool import Bytes, PoolMap
 from kvtransfer.pool.pools import Pool
+from kvtransfer.pool.staging import Staging
 from kvtransfer.session.reshard import PlannedLink, check_compatible, reshard_plan
 from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
@@ -24,8 +26,11 @@ from tandem.rpc.tls import RenewedTls, TlsContexts
 
 MAX_TP = 4096
 MAPPED = "mapped"
+NCCL = "nccl"
+NIXL = "nixl"
 XXH3 = "xxh3"
 MULTILINEAR = "multilinear"  # kvtransfer.pool.device_digest
+KEY_BITS = 63  # of MULTILINEAR
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +54,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     int8: bool = False
     memory: DeviceMemory | None = None  # `mapped`: the sender's pool; None: the file sent with the hello
     digest_kinds: tuple[str, ...] = (XXH3,)  # kinds that the sender can compute on this link
+    device_index: int = 0  # of the sender's GPU in its process, for NIXL
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +94,8 @@ class LocalRank:
     pool: Pool
     pool_fd: int | None
     host_id: str
+    machine_id: str
+    staging: Staging[Bytes]
     renewed_tls: RenewedTls | None = None
 
     @property
@@ -132,7 +140,7 @@ def pool_layout(wire: WireLayout) -> KvPoolLayout:
 def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
     """Raises IncompatiblePools if both have no protocol version in common."""
     attach = local.attach
-    maps_device = transport == MAPPED and bool(local.device)
+    hashes_on_device = transport in (MAPPED, NCCL, NIXL) and bool(local.device)
     return Hello(
         protocol=common_version(attach, peer),
         transport=transport,
@@ -149,8 +157,9 @@ def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, 
         link=(link.head_start, link.head_count, link.src_head, link.dst_head),
         digests=attach.digests,
         int8=int8,
-        memory=attach.memory if maps_device else None,
-        digest_kinds=(MULTILINEAR,) if maps_device else (XXH3,),
+        memory=attach.memory if transport == MAPPED else None,
+        digest_kinds=(MULTILINEAR,) if hashes_on_device else (XXH3,),
+        device_index=0 if isinstance(local.pool, PoolMap) else local.pool.device.index or 0,
     )
 
 

@@ -26,7 +26,8 @@ from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check
 from kvtransfer.session.receive import ReceiveSession
 from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
-from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
+from kvtransfer.transports.protocol import KvReceiver
+from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from tandem.errors import IncompatiblePools
 from tandem.rpc.channel import encode
 
@@ -70,6 +71,7 @@ class InLink:
     thread: LinkThread
     moved_bytes: int = 0
     is_taking: bool = False
+    is_resting: bool = False  # the sender closes it until it needs it again
     watch: LinkWatch = field(init=False)
     _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
     _pending_digests: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)
@@ -153,6 +155,8 @@ class InLink:
             case FrameType.ABORT:
                 events.link_abort(self, header.ticket_id)
                 self.reply(FrameType.ABORTED, header.ticket_id)
+            case FrameType.IDLE:
+                self.is_resting = True
             case FrameType.HEARTBEAT:
                 pass  # `run` tells the watch
             case FrameType.PROBE:  # later probes measure latency; the first was answered before link_up

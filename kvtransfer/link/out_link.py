@@ -1,6 +1,7 @@
 """The sending end of a link: connect, handshake, probe, then send frames and pieces; reconnect on failure.
 
 connecting ──probe passed──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
+    │                          └──── not used ─────────▶ idle ──needed───▶ connecting
     └── refused: for as long as both epochs last
 """
 
@@ -12,8 +13,8 @@ import os
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
@@ -21,7 +22,7 @@ from kvtransfer.connection.handshake import LinkRefused, LocalRank, make_hello, 
 from kvtransfer.connection.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import TlsConnection, Wire
-from kvtransfer.control import LinkReport, Peer
+from kvtransfer.control import LinkReport, LinkState, Peer
 from kvtransfer.link.liveness import LinkWatch
 from kvtransfer.link.meter import LinkMeter
 from kvtransfer.link.ticket_queue import TicketQueue
@@ -45,15 +46,6 @@ MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged bytes: enough to keep t
 MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
 WINDOW_S = 0.02  # of a fast link's throughput, to cover delays in scheduling the agents
 PROBES = 5
-
-
-class LinkState(StrEnum):
-    """States of a LinkReport."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    REFUSED = "refused"
-    DOWN = "down"
 
 
 class OutLinkEvents(Protocol):
@@ -87,8 +79,10 @@ class OutLink:
         transports: Transports,
         events: OutLinkEvents,
         report: Callable[[LinkReport], None],
+        opening: asyncio.Semaphore,
     ) -> None:
         self.peer = peer
+        self.used_s = 0.0  # when a ticket last used it, on the owner's clock
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
@@ -104,6 +98,9 @@ class OutLink:
         self._jobs = TicketQueue(self._may_send)
         self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
+        self._opening = opening
+        self._is_needed = asyncio.Event()
+        self._is_resting = False
 
     @property
     def is_ready(self) -> bool:
@@ -112,6 +109,18 @@ class OutLink:
     @property
     def is_refused(self) -> bool:
         return self.state is LinkState.REFUSED
+
+    def need(self, now_s: float) -> None:
+        """A ticket needs the link: opens it if it is idle."""
+        self.used_s = now_s
+        self._is_needed.set()
+
+    def rest(self) -> None:
+        """Closes a ready link until it is needed. No ticket may use it."""
+        self._is_needed.clear()
+        self._is_resting = True
+        self._enter(LinkState.IDLE, self.reason)
+        self.send(Header(FrameType.IDLE))
 
     def send(self, header: Header, body: bytes = b"") -> None:
         """Queues a frame behind the pieces of its ticket."""
@@ -137,6 +146,9 @@ class OutLink:
         while True:
             try:
                 await self._connect()
+                if self._is_resting:
+                    await self._is_needed.wait()
+                    continue
                 reason, final = "the connection ended", False
             except IncompatiblePools as refused:
                 reason, final = refused.message, True
@@ -167,12 +179,16 @@ class OutLink:
     async def _connect(self) -> None:
         """Returns or raises when the connection ends."""
         peer = self.peer
+        self._is_resting = False
         self._enter(LinkState.CONNECTING, self.reason)
         self._kind, reason = choose_transport(self._local, peer)
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
+        turn = AsyncExitStack()
         try:
+            if not self._is_needed.is_set():
+                await turn.enter_async_context(self._opening)
             sender = await self._transports.sender(self._kind, self._local, peer, thread)
             stream = await self._handshake(sender)
             self._meter.reconnected()
@@ -184,10 +200,14 @@ class OutLink:
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
+            await turn.aclose()
             self._enter(LinkState.READY, reason)
+            if reason:
+                log.warning("link to %s rank %d over %s only: %s", peer.worker_id, peer.rank, self._kind, reason)
             self._events.link_ready(self)
             await self._pump(sender, stream)
         finally:
+            await turn.aclose()
             if stream is not None:
                 stream.close()
             if sender is not None:
@@ -255,11 +275,14 @@ class OutLink:
                 raise outcome
 
     async def _send_jobs(self, sender: KvSender, stream: FrameStream) -> None:
+        """Returns after the frame that closes the link."""
         while True:
             match await self._jobs.get():
                 case _Frame(header, body):
                     await sender.settle()
                     stream.send(header, body)
+                    if header.type is FrameType.IDLE:
+                        return
                 case _Push(wanted, ticket_id, piece, span) if wanted():
                     if not self._is_moving():
                         self._watch.moved()

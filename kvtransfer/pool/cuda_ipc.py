@@ -20,7 +20,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.causes import HandoffCause, HandoffFault
@@ -194,6 +196,28 @@ def reaches(local: str, peer: str) -> bool:
 
 def make_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class Event(Protocol):
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+def start_on(stream: torch.cuda.Stream, work: Callable[[], None]) -> Event:
+    """Starts `work` on the stream. Returns an event at its end."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        work()
+        stream.record_event(done)
+    return done
+
+
+def pin(memory: NDArray[np.uint8]) -> None:
+    """Makes copies between this memory and GPUs asynchronous and faster, for as long as the process lives."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(error) != 0:
+        log.warning("cannot pin %d bytes of staging: copies from GPUs will be slower: %s", memory.nbytes, error)
 
 
 def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:

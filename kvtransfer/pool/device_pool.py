@@ -5,6 +5,7 @@ On device "cpu" the memory is a memfd, so everything but kvtransfer.pool.cuda_ip
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_f
 from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool import cuda_ipc
 from kvtransfer.pool.device_digest import DigestKeys
-from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span, full_blocks, runs
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, full_blocks, runs
+from kvtransfer.pool.staging import Staging
 from tandem.kvcache.layout import KvPoolLayout
 
 T = TypeVar("T")
@@ -41,6 +43,7 @@ class DevicePool:
         self.words = memory.view(torch.int64).view(
             layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, -1
         )
+        self.staging = Staging(self._make_staging, layout.block_bytes)
         self._threads = threading.local()
 
     @classmethod
@@ -83,6 +86,12 @@ class DevicePool:
         """Raises HandoffFault (protocol) unless all of `span` is in this pool."""
         check_span(self.layout, span)
 
+    def pin(self, memory: Bytes) -> None:
+        """Makes copies between host memory and this device faster, for as long as the process lives."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                cuda_ipc.pin(memory)
+
     def try_reading(self, source: DevicePool) -> None:
         """Reads one word of a peer's pool from this device. Raises DeviceLost or HandoffFault."""
         self.run(lambda: source.words.view(-1)[:1].clone().to(self.device))
@@ -90,6 +99,10 @@ class DevicePool:
     def make_keys(self, key: int) -> DigestKeys:
         row_words = self.layout.head_bytes // torch.int32.itemsize
         return self.run(lambda: DigestKeys(key, row_words, self.device))
+
+    def _make_staging(self, size_bytes: int) -> Tensor:
+        with device_errors():
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     # --- operations --------------------------------------------------------------------------------------------
 
@@ -109,35 +122,87 @@ class DevicePool:
 
         return self.run(work)
 
+    def pack(self, span: PoolSpan, out: Tensor) -> Tensor:
+        """Gathers the span into `out`, u8 on our device, in canonical order. Returns the part used."""
+        full_words, tail = self._parts_of(out, span)
+
+        def work() -> None:
+            full = full_blocks(self.layout, span)
+            if full:
+                torch.index_select(self._rectangle(span), 0, self._ids(span, full), out=full_words)
+            if full < len(span.block_ids):
+                tail.copy_(self._tail(span))
+
+        self.run(work)
+        return out[: 8 * (full_words.numel() + tail.numel())]
+
+    def unpack(self, data: Tensor, span: PoolSpan) -> None:
+        """Writes the bytes of `pack` into the span."""
+        full_words, tail = self._parts_of(data, span)
+
+        def work() -> None:
+            full = full_blocks(self.layout, span)
+            if full:
+                self._rectangle(span).index_copy_(0, self._ids(span, full), full_words)
+            if full < len(span.block_ids):
+                self._tail(span).copy_(tail)
+
+        self.run(work)
+
+    def digest_packed(self, data: Tensor, span: PoolSpan, keys: DigestKeys) -> int:
+        """`digest` of the bytes of `pack`."""
+        parts = [part.view(torch.int32) for part in self._parts_of(data, span) if part.numel()]
+        return self.run(lambda: keys.digest(parts))
+
+    def _parts_of(self, data: Tensor, span: PoolSpan) -> tuple[Tensor, Tensor]:
+        """Packed data as the span's full blocks and the tokens of its last block, each perhaps empty."""
+        full = full_blocks(self.layout, span)
+        inner = (span.layer_count, 2, span.head_count)
+        words = data[: len(data) // WORD_BYTES * WORD_BYTES].view(torch.int64)
+        token_words = self.layout.token_bytes // WORD_BYTES
+        shape = (full, *inner, self.layout.block_tokens, token_words)
+        rest = (*inner, span.last_block_tokens if full < len(span.block_ids) else 0, token_words)
+        size, tail = math.prod(shape), math.prod(rest)
+        return words[:size].view(shape), words[size : size + tail].view(rest)
+
     @contextmanager
-    def on_host(self, span: PoolSpan, *, write: bool) -> Iterator[tuple[PoolMap, PoolSpan]]:
-        """The span in host memory, for transports that move bytes. `write`: it starts empty and is copied back."""
+    def on_host(
+        self, span: PoolSpan, staging: Staging[Bytes], *, write: bool, scratch_bytes: int = 0
+    ) -> Iterator[tuple[PoolMap, PoolSpan, Bytes]]:
+        """The span in host memory, for transports that move bytes, and `scratch_bytes` more, in one lease. `write`: the
+        span starts with any content and is copied back."""
         blocks = len(span.block_ids)
         layout = KvPoolLayout(
             blocks, span.layer_count, span.head_count, self.layout.block_tokens, self.layout.head_dim, self.layout.dtype
         )
-        buffer = bytearray(layout.pool_bytes)
-        staged = DevicePool(layout, torch.frombuffer(buffer, dtype=torch.uint8))
         inner = PoolSpan(tuple(range(blocks)), span.last_block_tokens, 0, span.layer_count, 0, span.head_count)
-        if not write:
-            self.run(lambda: staged._copy_from(self, span, inner))
-        yield PoolMap(layout, buffer), inner
-        if write:
-            self.run(lambda: self._copy_from(staged, inner, span))
+        with staging.lease(layout.pool_bytes + scratch_bytes) as leased:
+            buffer, scratch = leased[: layout.pool_bytes], leased[layout.pool_bytes :]
+            host = DevicePool(layout, torch.from_numpy(buffer))
+            if not write:
+                self.run(lambda: host._copy_from(self, span, inner))
+            yield PoolMap(layout, buffer), inner, scratch
+            if write:
+                self.run(lambda: self._copy_from(host, inner, span))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Runs work on this thread's stream. Raises DeviceLost if the process can no longer use the device, and
-        HandoffFault (transport) without memory."""
+        """Runs work on this thread's stream, and waits for its end. Raises DeviceLost if the process can no longer use
+        the device, and HandoffFault (transport) without memory."""
         if self.device.type == "cpu":
             return work()
-        try:
-            if not hasattr(self._threads, "stream"):
-                self._threads.stream = cuda_ipc.make_stream(self.device)
-            return cuda_ipc.run_on(self._threads.stream, work)
-        except torch.OutOfMemoryError as error:
-            raise HandoffFault(HandoffCause.TRANSPORT, f"pool: {error}") from error
-        except RuntimeError as error:  # other CUDA errors are sticky: the context, and so the process, is unusable
-            raise DeviceLost(str(error).splitlines()[0]) from error
+        with device_errors():
+            return cuda_ipc.run_on(self._stream(), work)
+
+    def start(self, work: Callable[[], None]) -> cuda_ipc.Event:
+        """Starts work on this thread's stream; on a GPU only. Returns an event at its end. Raises like `run`."""
+        with device_errors():
+            return cuda_ipc.start_on(self._stream(), work)
+
+    def _stream(self) -> torch.cuda.Stream:
+        if not hasattr(self._threads, "stream"):
+            self._threads.stream = cuda_ipc.make_stream(self.device)
+        stream: torch.cuda.Stream = self._threads.stream
+        return stream
 
     def _digest(self, span: PoolSpan, keys: DigestKeys) -> int:
         return keys.digest(part.view(torch.int32) for part in self._parts(span))
@@ -150,18 +215,19 @@ class DevicePool:
         if len(found) <= MAX_RUN_COPIES and source.device == self.device:
             for start, end in found:
                 self._run(write, start, end).copy_(source._run(read, start, end))
+        elif full and write.block_ids == tuple(range(len(write.block_ids))):  # to packed host memory, in one copy
+            self._rectangle(write)[:full].copy_(source._full_blocks(read, full), non_blocking=True)
         elif full:  # contiguous torch tensors can be copied between devices without peer access
-            self._rectangle(write).index_copy_(0, self._ids(write, full), source._gather(read, full).to(self.device))
+            moved = source._full_blocks(read, full).to(self.device, non_blocking=True)
+            self._rectangle(write).index_copy_(0, self._ids(write, full), moved)
         if full < len(write.block_ids):
             self._tail(write).copy_(source._tail(read).contiguous().to(self.device))
 
     def _parts(self, span: PoolSpan) -> Iterator[Tensor]:
         """The span in canonical order: its full blocks, then the valid tokens of a partial last block."""
         full = full_blocks(self.layout, span)
-        if full and len(list(runs(span.block_ids[:full]))) == 1:
-            yield self._run(span, 0, full)
-        elif full:
-            yield self._gather(span, full)
+        if full:
+            yield self._full_blocks(span, full)
         if full < len(span.block_ids):
             yield self._tail(span)
 
@@ -177,8 +243,24 @@ class DevicePool:
     def _tail(self, span: PoolSpan) -> Tensor:
         return self._rectangle(span)[span.block_ids[-1], ..., : span.last_block_tokens, :]
 
+    def _full_blocks(self, span: PoolSpan, count: int) -> Tensor:
+        """A view of the first `count` blocks if they are neighbours, else a copy."""
+        is_one_run = len(list(runs(span.block_ids[:count]))) == 1
+        return self._run(span, 0, count) if is_one_run else self._gather(span, count)
+
     def _gather(self, span: PoolSpan, count: int) -> Tensor:
         return self._rectangle(span).index_select(0, self._ids(span, count))
 
     def _ids(self, span: PoolSpan, count: int) -> Tensor:
         return torch.tensor(span.block_ids[:count], dtype=torch.int64, device=self.device)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raises DeviceLost for errors of CUDA, and HandoffFault (transport) without memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HandoffFault(HandoffCause.TRANSPORT, f"pool: {error}") from error
+    except RuntimeError as error:  # other CUDA errors are sticky: the context, and so the process, is unusable
+        raise DeviceLost(str(error).splitlines()[0]) from error

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.pool.staging import Staging
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,6 +31,12 @@ class Copier(Protocol):
         """Copies one part to another of the same shape. `past_cache`: the target is not read soon, so its lines need
         not be cached."""
         ...
+
+
+class Reader(Protocol):
+    """Reads the parts of a piece, in canonical order."""
+
+    def feed(self, part: Bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class PoolSpan:
 class PoolMap:
     """`blocks`: u8 [block, layer, 2, head, block_tokens, token_bytes] over `buffer`."""
 
-    def __init__(self, layout: KvPoolLayout, buffer: mmap.mmap | bytearray) -> None:
+    def __init__(self, layout: KvPoolLayout, buffer: mmap.mmap | bytearray | Bytes) -> None:
         self.layout = layout
         self.blocks: Bytes = np.frombuffer(buffer, np.uint8, count=layout.pool_bytes).reshape(
             layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.token_bytes
@@ -80,9 +87,15 @@ class PoolMap:
         check_span(self.layout, span)
 
     @contextmanager
-    def on_host(self, span: PoolSpan, *, write: bool) -> Iterator[tuple[PoolMap, PoolSpan]]:
-        """The span in host memory; see DevicePool."""
-        yield self, span
+    def on_host(
+        self, span: PoolSpan, staging: Staging[Bytes], *, write: bool, scratch_bytes: int = 0
+    ) -> Iterator[tuple[PoolMap, PoolSpan, Bytes]]:
+        """The span in host memory, and scratch; see DevicePool."""
+        if not scratch_bytes:
+            yield self, span, np.empty(0, np.uint8)
+            return
+        with staging.lease(scratch_bytes) as scratch:
+            yield self, span, scratch
 
     def cursor(self, span: PoolSpan) -> Cursor:
         return Cursor(self.slices(span))
@@ -150,6 +163,16 @@ class Cursor:
         for part in self._take(out.size):
             _copy(out[offset : offset + part.size].reshape(part.shape), part, copier, past_cache=False)
             offset += part.size
+
+    def contiguous(self, size: int, reader: Reader | None = None) -> Bytes | None:
+        """A view of the next `size` bytes, which `reader` reads too; None if they are not contiguous here."""
+        part = self._rest[-1]
+        if part.nbytes < size or not part.flags.c_contiguous:
+            return None
+        (view,) = self._take(size)
+        if reader is not None:
+            reader.feed(view)
+        return view.reshape(-1)
 
     def write(self, data: Bytes, copier: Copier | None = None) -> None:
         """Writes the next `data.size` bytes."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvtransfer.causes import protocol_fault
 from kvtransfer.control import HOST_DEVICE, DeviceMemory
-from kvtransfer.pool.pool import PoolMap
+from kvtransfer.pool.pool import Bytes, PoolMap, make_staging
+from kvtransfer.pool.staging import Staging
 from tandem.kvcache.layout import KvPoolLayout
 
 if TYPE_CHECKING:
@@ -32,3 +33,15 @@ def open_pool(layout: KvPoolLayout, memory: DeviceMemory | None, fds: list[int],
     from kvtransfer.pool.device_pool import DevicePool  # noqa: PLC0415 - imports torch
 
     return DevicePool.open(layout, memory, fds[0] if fds else None, writable=writable)
+
+
+def make_host_staging(pool: Pool) -> Staging[Bytes]:
+    """Host memory for the links of a pool; pinned if the pool is on a GPU."""
+
+    def make(size_bytes: int) -> Bytes:
+        memory = make_staging(size_bytes)
+        if not isinstance(pool, PoolMap):
+            pool.pin(memory)
+        return memory
+
+    return Staging(make, 2 * pool.layout.block_bytes)

@@ -25,10 +25,12 @@ def quantised_bytes(payload_bytes: int, layout: KvPoolLayout) -> int:
 
 
 def quantise(packed: Bytes, layout: KvPoolLayout) -> Bytes:
-    """Converts bytes from `PoolMap.pack` to the wire format. Values that are not finite become 0."""
+    """Converts bytes from `PoolMap.pack` to the wire format. A row with a value that is not finite becomes NaN, so that
+    the receiver's request fails rather than answers from other values."""
     values = _to_floats(packed, layout)
-    np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-    scales = np.abs(values).max(axis=1) / _LARGEST
+    scales = np.abs(values).max(axis=1) / _LARGEST  # NaN or infinite if a value is
+    broken = ~np.isfinite(scales)
+    scales[broken], values[broken] = np.nan, 0.0
     values /= np.where(scales > 0, scales, 1.0)[:, None]
     rows = np.rint(values, out=values).astype(np.int8)
     return np.concatenate([scales.astype(np.float32).view(np.uint8), rows.view(np.uint8).reshape(-1)])

@@ -46,6 +46,7 @@ class FrameType(IntEnum):
     FINISH = 3  # all pieces acknowledged, blocks still owned by the ticket; seq: number of pieces
     ABORT = 4
     PROBE = 5
+    IDLE = 7  # the sender closes the link until it needs it again; no ticket uses it
     DIGEST = 6  # xor the announced number; for pieces whose digest follows, in order
     # receiver to sender
     ACCEPT = 16

@@ -24,6 +24,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from kvtransfer.agent import handoff_sender
 from kvtransfer.agent.agent import main
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.connection.handshake import Hello, LocalRank, Welcome
@@ -36,7 +37,8 @@ from kvtransfer.pool.pools import Pool
 from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, KvSender, LinkThread, PieceArrival, WelcomeTerms
+from kvtransfer.transports.protocol import KvReceiver, KvSender, PieceArrival, WelcomeTerms
+from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from tandem.testing.models import FaultPlan, FaultSettings, OperationFault, OperationFaultKind
 
 HANG_S: Final = 3600.0
@@ -185,8 +187,8 @@ def flip_in_pool(pool: Pool, span: PoolSpan, number: int) -> None:
         pool.words[where] ^= 1 << number % 8
 
 
-def host_digest(pool: Pool, span: PoolSpan) -> int:
-    with pool.on_host(span, write=False) as (host, inner):
+def host_digest(local: LocalRank, span: PoolSpan) -> int:
+    with local.pool.on_host(span, local.staging, write=False) as (host, inner, _):
         return digest_of(host, inner)
 
 
@@ -270,11 +272,11 @@ class FaultyArrival:
             return await self._inner.place(span)
         if fault.kind is OperationFaultKind.FLIP:
             placed = await self._inner.place(span)
-            before = host_digest(self._local.pool, span)
+            before = host_digest(self._local, span)
             flip_in_pool(self._local.pool, span, fault.number)
-            return placed ^ before ^ host_digest(self._local.pool, span)
+            return placed ^ before ^ host_digest(self._local, span)
         await self._inner.discard()
-        return host_digest(self._local.pool, span)  # the digest of the previous content
+        return host_digest(self._local, span)  # the digest of the previous content
 
     async def discard(self) -> None:
         await self._inner.discard()
@@ -330,11 +332,15 @@ def run() -> None:
     parser.add_argument(
         "--wall-clock-steps", action="store_true", help="make the wall clock jump by an hour at every call"
     )
+    parser.add_argument("--warm-links", type=int, help="links kept open without tickets")
     parser.add_argument("--socket", type=Path, required=True)
     options, others = parser.parse_known_args()
 
     if options.wall_clock_steps:
         time.time = stepping_wall_clock(time.time)
+
+    if options.warm_links is not None:
+        handoff_sender.WARM_LINKS, handoff_sender.REST_AFTER_S = options.warm_links, 0.0
 
     def note(point: str, fault: OperationFault) -> None:
         with faults_of(options.socket).open("a") as file:

@@ -95,6 +95,8 @@ class FakeRank:
 
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
         """Starts or restarts the agent. `launcher` replaces the module, to inject faults."""
+        if self.worker.host is not None:
+            return self.worker.host
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
         environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(command, env=environment)
@@ -206,9 +208,10 @@ class FakeRank:
         self.is_gone = self.is_stopped = True
         self._local.close()
         self._lead.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait(10.0)
+        if self.worker.host is None:
+            if self.process.poll() is None:
+                self.process.terminate()
+            self.process.wait(10.0)
         self.memory.close()
 
 
@@ -232,7 +235,9 @@ class FakeWorker:
         int8: bool = False,
         tls: TlsFiles | None = None,
         device: str = "",
+        host: subprocess.Popen[bytes] | None = None,
     ) -> None:
+        self.host = host  # a process that runs the agents; None: each has its own
         self.folder = folder / worker_id
         self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier epoch may have created it
         self.worker_id = worker_id
@@ -271,6 +276,8 @@ class FakeWorker:
                 it.tcp_address,
                 self.protocol,
                 device=it.device,
+                machine_id=it.machine_id,
+                transports=it.transports,
             )
             for rank, it in sorted(self.attached.items())
         )

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, make_staging
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan
 
 BATCH_BYTES = 2 << 20  # hashed while in the CPU's last-level cache; smaller batches cost more wake-ups than they save
 _DIRECT_BYTES = 16 << 10
 _GATHER_BYTES = 64 << 10
-
-
-def make_scratch() -> Bytes:
-    """A scratch buffer for the short runs of one batch."""
-    return make_staging(BATCH_BYTES)
 
 
 @dataclass(slots=True)
@@ -68,7 +63,7 @@ def batches_of(data: Bytes) -> Iterator[Batch]:
 
 
 def batches(pool: PoolMap, span: PoolSpan, scratch: Bytes) -> Iterator[Batch]:
-    """Batches of a span. They share the scratch: finish with one before requesting the next."""
+    """Batches of a span. `scratch` [BATCH_BYTES] holds the short runs of one: finish with it before the next."""
     batch = Batch()
     for part in pool.slices(span):
         for strip in _strips(part):

@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvtransfer.causes import protocol_fault
-from kvtransfer.connection.handshake import MULTILINEAR, XXH3, Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.handshake import KEY_BITS, MULTILINEAR, XXH3, Hello, LocalRank, Welcome, pool_layout
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
 from kvtransfer.pool.pools import Pool, open_pool
 from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, WelcomeTerms
+from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
+from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from kvtransfer.versions import mapped_digests_follow
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ T = TypeVar("T")
 DIGESTS_AHEAD = 2  # digests queued for the link's thread, to keep it busy
 _DIGEST_BITS = 64
 _ID_BYTES = 4
-_KEY_BITS = 63
 
 
 class PoolAccess(Protocol):
@@ -97,7 +97,7 @@ def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAc
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
             raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
         return HostAccess(local, source)
-    if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << _KEY_BITS:
+    if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << KEY_BITS:
         raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
     if source is not None:
         local.try_reading(source)
@@ -180,7 +180,7 @@ class MappedReceiver:
             raise protocol_fault("mapped: expected the probe's descriptor with the hello, got none")
         *pool_fds, probe_fd = fds
         memory, kinds = self._hello.memory, self._hello.digest_kinds
-        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._local.device else (XXH3, 0)
+        kind, key = (MULTILINEAR, secrets.randbits(KEY_BITS)) if self._local.device else (XXH3, 0)
         if kind not in kinds:
             raise protocol_fault(f"mapped: expected digests of kind {kind} for the pool's memory, got {kinds}")
 

@@ -1,10 +1,10 @@
 """RDMA fabrics through the NIXL library (an optional extra): the receiver reads announced pieces from the sender's
-pool.
+pool, in host or device memory.
 
-It works like `mapped` over a network: one-sided reads into a staging buffer of the receiver, which copies them into its
-blocks once the session allows it. So no late write can occur, and no other host can write to a pool. The sender's NIXL
-metadata is sent over a connection that presents the welcome's token. UCX's own configuration selects the network
-(`UCX_NET_DEVICES`, `UCX_TLS`).
+It works like `mapped` over a network: one-sided reads into the receiver's staging, from which it copies them into its
+blocks once the session allows it. So no late write can occur, and no other host can write to a pool. A process
+registers its pool and its staging once. The sender's NIXL metadata is sent over a connection that presents the
+welcome's token. UCX's own configuration selects the network (`UCX_NET_DEVICES`, `UCX_TLS`).
 """
 
 from __future__ import annotations
@@ -15,34 +15,43 @@ import secrets
 import struct
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.connection.data_socket import TOKEN_BYTES, DataListener, DataSocket, connect_data
-from kvtransfer.connection.handshake import Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.handshake import KEY_BITS, MULTILINEAR, XXH3, Hello, LocalRank, Welcome, pool_layout
 from kvtransfer.connection.sockets import join_address, split_address
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, make_staging
-from kvtransfer.pool.pools import Pool
-from kvtransfer.session.piece import MAX_PIECE_BYTES, Piece
+from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
+from kvtransfer.pool.staging import LeaseLost
+from kvtransfer.session.piece import Piece
 from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
+from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
+from kvtransfer.transports.threads import LinkThread
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 
+if TYPE_CHECKING:
+    from kvtransfer.pool.device_digest import DigestKeys
+
 PACKAGE = "nixl"
+RDMA_DEVICES = Path("/sys/class/infiniband")
 MAX_IDLE_S = 20.0
 MAX_METADATA_BYTES = 64 << 10
 POLL_S = 20e-6  # the library has no event to wait for
-_MEMORY = "DRAM"
+_HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _HEAD = struct.Struct("<QQI")  # addresses of pool and probe at the sender; bytes of the metadata that follows
 
 Runs = npt.NDArray[np.uint64]
+T = TypeVar("T")
 
 
 def check_nixl() -> None:
@@ -55,102 +64,114 @@ def check_nixl() -> None:
         )
 
 
-class NixlEndpoint:
-    """A NIXL agent for one end of one link, with its registered memory. Used in the link's thread; `close` from any
-    thread."""
+def has_rdma() -> bool:
+    """Whether this host has a network that reads memory by itself, as far as the kernel knows."""
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
-    def __init__(self, *memory: Bytes) -> None:
+
+class NixlEndpoint:
+    """The NIXL agent of a process, with its registered memory: the pool, staging, and a probe. Thread-safe."""
+
+    def __init__(self, local: LocalRank) -> None:
+        self.probe = np.frombuffer(secrets.token_bytes(PROBE_BYTES), np.uint8)
+        self.device = 0
+        if isinstance(pool := local.pool, PoolMap):
+            self._memory = _HOST_MEMORY
+            self.pool_address, pool_bytes = pool.blocks.ctypes.data, pool.blocks.nbytes
+            device_regions: list[tuple[int, int, int, str]] = []
+        else:
+            self._memory = _DEVICE_MEMORY
+            self.device = pool.device.index or 0
+            self.pool_address, pool_bytes = pool.words.data_ptr(), pool.words.nbytes
+            area = pool.staging.area
+            device_regions = [(area.data_ptr(), area.nbytes, self.device, "")]
+        host = local.staging.area
+        host_regions = [(each.ctypes.data, each.nbytes, 0, "") for each in (self.probe, host)]
         api = importlib.import_module(f"{PACKAGE}._api")
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # all links of the process use it
         try:
-            self._agent: Any = api.nixl_agent(secrets.token_hex(16), api.nixl_agent_config(backends=["UCX"]))
-            regions = [(each.ctypes.data, each.nbytes, 0, "") for each in memory]
-            self._registered: Any = self._agent.register_memory(regions, _MEMORY)
+            config = api.nixl_agent_config(backends=["UCX"], sync_mode=strict)
+            self._agent: Any = api.nixl_agent(secrets.token_hex(16), config)
+            self._agent.register_memory(
+                [(self.pool_address, pool_bytes, self.device, ""), *device_regions], self._memory
+            )
+            self._agent.register_memory(host_regions, _HOST_MEMORY)
         except Exception as error:  # the library's errors have no common type
             raise _broken("cannot start", error) from error
-        self._memory = memory
-        self._peer: str | None = None
+        self._peers: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._in_use = False
-        self._closed = False
 
-    def metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
+    def introduction(self) -> bytes:
+        metadata = bytes(self._agent.get_agent_metadata())
+        return _HEAD.pack(self.pool_address, self.probe.ctypes.data, len(metadata)) + metadata
 
-    def add_peer(self, metadata: bytes) -> None:
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:  # the library's errors have no common type
-            raise _broken("rejected the metadata", error) from error
-        self._peer = name.decode() if isinstance(name, bytes) else name
+    def add_peer(self, metadata: bytes) -> str:
+        """Returns the peer's name. Each call needs a `remove_peer`."""
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+            except Exception as error:  # the library's errors have no common type
+                raise _broken("rejected the metadata", error) from error
+            found: str = name.decode() if isinstance(name, bytes) else name
+            self._peers[found] += 1
+        return found
 
-    def read(self, runs: Runs, into: Bytes, idle_s: float) -> None:
-        """Reads the peer's `runs` (address, bytes) consecutively into `into`.
+    def remove_peer(self, name: str) -> None:
+        with self._lock:
+            self._peers[name] -= 1
+            if self._peers[name]:
+                return
+            del self._peers[name]
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception:  # the peer may be gone
+                pass
+
+    def read(self, peer: RemotePool, runs: Runs, address: int, is_closed: Callable[[], bool], idle_s: float) -> None:
+        """Reads `runs` (address, bytes) of the peer's pool consecutively to `address`.
 
         Raises:
-            HandoffFault: (transport) failure, timeout, or the link was closed.
+            LeaseLost: failure, timeout, or the link was closed, after the read began: the library may still write.
+            HandoffFault: (transport) it did not begin.
         """
-        with self._lock:
-            if self._closed or self._peer is None:
-                raise HandoffFault(HandoffCause.TRANSPORT, "nixl: the link is closed")
-            self._in_use = True
+        memory = self._memory if peer.in_pool else _HOST_MEMORY
         try:
-            self._read(runs, into, time.monotonic() + idle_s)
+            self._read(peer, runs, address, memory, is_closed, time.monotonic() + idle_s)
         except HandoffFault:
             raise
         except Exception as error:  # the library's errors have no common type
             raise _broken("failed", error) from error
-        finally:
-            with self._lock:
-                self._in_use = False
-                if self._closed:
-                    self._end()
 
-    def _read(self, runs: Runs, into: Bytes, deadline_s: float) -> None:
+    def _read(
+        self, peer: RemotePool, runs: Runs, address: int, memory: str, is_closed: Callable[[], bool], deadline_s: float
+    ) -> None:
         agent = self._agent
-        ends = np.cumsum(runs[:, 1], dtype=np.uint64)
-        starts = into.ctypes.data + ends - runs[:, 1]
-        local = agent.get_xfer_descs(_descriptors(starts, runs[:, 1]), _MEMORY)
-        remote = agent.get_xfer_descs(_descriptors(runs[:, 0], runs[:, 1]), _MEMORY)
-        handle = agent.initialize_xfer("READ", local, remote, self._peer)
-        state = agent.transfer(handle)
-        while state == "PROC" and not self._closed and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-            state = agent.check_xfer_state(handle)
-        if state == "PROC":
-            self._abandon(handle)
-            raise HandoffFault(
-                HandoffCause.TRANSPORT, "nixl: a read was abandoned: the link was closed, or the read timed out"
-            )
-        agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended in state {state}")
-
-    def _abandon(self, handle: Any) -> None:
+        starts = np.uint64(address) + np.cumsum(runs[:, 1], dtype=np.uint64) - runs[:, 1]
+        ours, theirs = (self.device, peer.device) if memory == _DEVICE_MEMORY else (0, 0)
+        local = agent.get_xfer_descs(_descriptors(starts, runs[:, 1], ours), memory)
+        remote = agent.get_xfer_descs(_descriptors(runs[:, 0], runs[:, 1], theirs), memory)
+        handle = agent.initialize_xfer("READ", local, remote, peer.name)
         try:
-            self._agent.release_xfer_handle(handle)
-        except Exception:  # a transfer that cannot be cancelled needs its memory until the process ends
-            _abandoned.append((self._agent, self._memory, self._registered, handle))
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if not self._in_use:
-                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # it may block
-
-    def _end(self) -> None:
-        if any(agent is self._agent for agent, *_ in _abandoned):
-            return
-        try:
-            if self._peer is not None:
-                self._agent.remove_remote_agent(self._peer)
-            self._agent.deregister_memory(self._registered)
-        except Exception:  # the peer may be gone; the library frees the rest with the agent
-            pass
+            state = agent.transfer(handle)
+            while state == "PROC" and not is_closed() and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
+        except Exception as error:
+            raise LeaseLost(f"nixl: a read failed: {type(error).__name__}: {str(error)[:200]}") from error
+        if state != "DONE":  # a cancelled read may still be in the network
+            raise LeaseLost(f"nixl: a read ended in state {state}: the link was closed, the read timed out or failed")
 
 
-_abandoned: list[tuple[Any, ...]] = []
+@dataclass(frozen=True, slots=True)
+class RemotePool:
+    """The peer of a link. `in_pool`: reads are from its pool, else from its probe."""
+
+    name: str
+    pool_address: int
+    probe_address: int
+    device: int
+    in_pool: bool = True
 
 
 class NixlSender(MappedSender):
@@ -158,10 +179,12 @@ class NixlSender(MappedSender):
 
     digests_follow = False
 
-    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str) -> None:
+    def __init__(
+        self, local: LocalRank, thread: LinkThread, peer_address: str, endpoint: Callable[[LocalRank], NixlEndpoint]
+    ) -> None:
         super().__init__(local, thread)
         self._host, _ = split_address(peer_address)
-        self._endpoint: NixlEndpoint | None = None
+        self._make_endpoint = endpoint
         self._data: DataSocket | None = None
 
     def hello_fds(self) -> list[int]:
@@ -176,43 +199,55 @@ class NixlSender(MappedSender):
         await self._thread.run(self._introduce, self._data)
 
     def _introduce(self, data: DataSocket) -> None:
-        if not isinstance(self._local.pool, PoolMap):
-            raise protocol_fault("nixl: expected a pool in host memory; device memory cannot be registered")
-        pool = self._local.pool.blocks.reshape(-1)
-        probe = np.frombuffer(self._probe, np.uint8)
-        self._endpoint = NixlEndpoint(pool, probe)
-        metadata = self._endpoint.metadata()
-        head = _HEAD.pack(pool.ctypes.data, probe.ctypes.data, len(metadata))
-        data.send([memoryview(head), memoryview(metadata)])
+        endpoint = self._make_endpoint(self._local)
+        self._probe = endpoint.probe.tobytes()
+        data.send([memoryview(endpoint.introduction())])
 
     def close(self) -> None:
         if self._data is not None:
             self._data.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
 
 
 class NixlReceiver:
     places_ahead = False
 
-    def __init__(self, local: LocalRank, thread: LinkThread, hello: Hello, link: PlannedLink, *, digests: bool) -> None:
+    def __init__(
+        self,
+        local: LocalRank,
+        thread: LinkThread,
+        hello: Hello,
+        link: PlannedLink,
+        endpoint: Callable[[LocalRank], NixlEndpoint],
+        *,
+        digests: bool,
+    ) -> None:
         self._local = local
         self._thread = thread
         self._layout = pool_layout(hello.layout)
+        self._device = hello.device_index
         self._link = link
         self._digests = digests
+        self._kind = MULTILINEAR if local.device else XXH3
+        if self._kind not in hello.digest_kinds:
+            raise protocol_fault(f"nixl: expected digests of kind {self._kind}, got {hello.digest_kinds}")
+        self._make_endpoint = endpoint
+        self._endpoint: NixlEndpoint | None = None
+        self._keys: DigestKeys | None = None
+        self._peer: RemotePool | None = None
         self._idle_s = min(local.attach.ticket_ttl_s, MAX_IDLE_S)
         self._listener: DataListener | None = None
         self._data: DataSocket | None = None
-        self._endpoint: NixlEndpoint | None = None
-        self._staging = make_staging(max(MAX_PIECE_BYTES, local.layout.block_bytes))
-        self._pool_address = self._probe_address = 0
+        self.is_closed = False
+        self._reading = threading.Lock()
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
             raise protocol_fault("nixl: expected no descriptors with the hello")
         self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
-        return WelcomeTerms(self._listener.port, self._listener.token)
+        key = secrets.randbits(KEY_BITS) if self._local.device else 0
+        if not isinstance(pool := self._local.pool, PoolMap) and self._digests:
+            self._keys = await self._thread.run(pool.make_keys, key)
+        return WelcomeTerms(self._listener.port, self._listener.token, self._kind, key)
 
     async def establish(self) -> None:
         if self._listener is None:
@@ -223,18 +258,24 @@ class NixlReceiver:
     def _meet(self, data: DataSocket) -> None:
         head = bytearray(_HEAD.size)
         data.receive([memoryview(head)])
-        self._pool_address, self._probe_address, size = _HEAD.unpack(head)
+        pool_address, probe_address, size = _HEAD.unpack(head)
         if size > MAX_METADATA_BYTES:
             raise protocol_fault(f"nixl: expected at most {MAX_METADATA_BYTES} bytes of metadata, got {size}")
         metadata = bytearray(size)
         data.receive([memoryview(metadata)])
-        self._endpoint = NixlEndpoint(self._staging)
-        self._endpoint.add_peer(bytes(metadata))
+        self._endpoint = self._make_endpoint(self._local)
+        name = self._endpoint.add_peer(bytes(metadata))
+        self._peer = RemotePool(name, pool_address, probe_address, self._device)
 
     async def receive_probe(self) -> int:
-        runs = _descriptors(np.array([self._probe_address], np.uint64), np.array([PROBE_BYTES], np.uint64))
-        probe = await self._thread.run(self._read, runs[:, :2], PROBE_BYTES)
-        return digest_of_bytes(probe.data)
+        return await self._thread.run(self._receive_probe)
+
+    def _receive_probe(self) -> int:
+        peer = replace(_open(self._peer), in_pool=False)
+        runs = np.array([[peer.probe_address, PROBE_BYTES]], np.uint64)
+        with self._local.staging.lease(PROBE_BYTES) as data:
+            self._read(peer, runs, data.ctypes.data)
+            return digest_of_bytes(data.data)
 
     async def fetch(self, piece: Piece, body: bytes) -> NixlArrival:
         read = PoolSpan(
@@ -247,45 +288,65 @@ class NixlReceiver:
         )
         check_span(self._layout, read)
         runs = runs_of(self._layout, read)
-        runs[:, 0] += np.uint64(self._pool_address)
-        data = await self._thread.run(self._read, runs, piece.payload_bytes)
-        return NixlArrival(self._local.pool, data, self._thread, self._digests)
+        runs[:, 0] += np.uint64(_open(self._peer).pool_address)
+        return NixlArrival(self, runs, piece)
 
-    def _read(self, runs: Runs, size: int) -> Bytes:
-        if self._endpoint is None:
-            raise HandoffFault(HandoffCause.TRANSPORT, "nixl: the link is closed")
-        data = self._staging[:size]
-        self._endpoint.read(runs, data, self._idle_s)
-        return data
+    async def place(self, runs: Runs, piece: Piece, span: PoolSpan) -> int:
+        return await self._thread.run(self._place, runs, piece, span)
+
+    def _place(self, runs: Runs, piece: Piece, span: PoolSpan) -> int:
+        local, size, peer = self._local, piece.payload_bytes, _open(self._peer)
+        if isinstance(pool := local.pool, PoolMap):
+            with local.staging.lease(size) as data:
+                self._read(peer, runs, data.ctypes.data)
+                pool.unpack(data, span)
+                return digest_of_bytes(data.data) if self._digests else 0
+        with pool.staging.lease(size) as staged:
+            self._read(peer, runs, staged.data_ptr())
+            digest = 0 if self._keys is None else pool.digest_packed(staged, span, self._keys)
+            if piece.digest in (None, digest):
+                pool.unpack(staged, span)
+            return digest
+
+    def _read(self, peer: RemotePool, runs: Runs, address: int) -> None:
+        with self._thread.waiting(), self._reading:
+            _open(self._endpoint).read(peer, runs, address, lambda: self.is_closed, self._idle_s)
 
     def close(self) -> None:
+        self.is_closed = True
         if self._listener is not None:
             self._listener.close()
         if self._data is not None:
             self._data.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self._endpoint is not None and self._peer is not None:
+            ending = (self._endpoint, self._peer.name)
+            threading.Thread(target=self._forget, args=ending, name="nixl-end", daemon=True).start()  # it may block
+            self._peer = None
+
+    def _forget(self, endpoint: NixlEndpoint, name: str) -> None:
+        with self._reading:
+            endpoint.remove_peer(name)
 
 
 @dataclass(frozen=True, slots=True)
 class NixlArrival:
     digest_follows = False
 
-    pool: Pool
-    data: Bytes
-    thread: LinkThread
-    digests: bool
+    receiver: NixlReceiver
+    runs: Runs
+    piece: Piece
 
     async def place(self, span: PoolSpan) -> int:
-        return await self.thread.run_on(self.data.nbytes, self._write, span)
+        return await self.receiver.place(self.runs, self.piece, span)
 
     async def discard(self) -> None:
-        """Does nothing: all bytes have arrived."""
+        """Does nothing: no byte was read."""
 
-    def _write(self, span: PoolSpan) -> int:
-        with self.pool.on_host(span, write=True) as (pool, written):
-            pool.unpack(self.data, written)
-        return digest_of_bytes(self.data.data) if self.digests else 0
+
+def _open(part: T | None) -> T:
+    if part is None:
+        raise HandoffFault(HandoffCause.TRANSPORT, "nixl: the link is closed")
+    return part
 
 
 def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
@@ -318,9 +379,9 @@ def _crossed(layout: KvPoolLayout, blocks: Runs, within: Runs, size: int) -> Run
     return np.stack([offsets, np.full(len(offsets), size, np.uint64)], axis=1)
 
 
-def _descriptors(addresses: Runs, sizes: Runs) -> Runs:
+def _descriptors(addresses: Runs, sizes: Runs, device: int) -> Runs:
     """Descriptors in NIXL's form: (address, bytes, device)."""
-    return np.stack([addresses, sizes, np.zeros(len(sizes), np.uint64)], axis=1).astype(np.uint64)
+    return np.stack([addresses, sizes, np.full(len(sizes), device, np.uint64)], axis=1).astype(np.uint64)
 
 
 def _broken(what: str, error: Exception) -> HandoffFault:

@@ -1,9 +1,10 @@
-"""Between hosts: a two-rank torch.distributed group per link, with its own store. `gloo` on CPU, `nccl` on CUDA.
+"""Between hosts: a two-rank torch.distributed group per link, with its own store. This module: `gloo`, on host memory.
 
 The receiver creates the store on a pre-bound port of its interface and sends the port in the welcome. A piece is sent
-in canonical order as messages of `MESSAGE_BYTES` through a few buffers at each end: while one message is in transit,
-the next is packed and the previous one unpacked. The library never gets an address in a pool, so its late operations
-are harmless. A dead peer raises an error at once, a silent one after the timeout, in the link's thread only.
+in canonical order as messages of `MESSAGE_BYTES`. The receiver gets them in staging, so that the library's late writes
+are harmless; the sender packs them there, or sends them from the pool where their bytes are contiguous. While one
+message is in transit, the next is packed and the previous one unpacked. A dead peer raises an error at once, a silent
+one after the timeout.
 
 The digest is computed while packing, so it follows the bytes at the end of the last message. The announcement carries a
 random number instead, and the trailer is the digest xor that number (as in `tcp`). In version 1 a piece is one message
@@ -12,18 +13,22 @@ with the digest in the announcement.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
@@ -31,78 +36,98 @@ from kvtransfer.connection.handshake import LocalRank, Welcome
 from kvtransfer.connection.sockets import listen_tcp, split_address
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import Digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, PoolSpan, make_staging
-from kvtransfer.pool.pools import Pool
+from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, PoolSpan
 from kvtransfer.pool.quantise import dequantise, quantise
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, LinkThread, WelcomeTerms
+from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, WelcomeTerms
+from kvtransfer.transports.threads import LinkThread
 from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous
 MESSAGE_BYTES = 4 << 20
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # because gloo's abort wakes no waiter
+ABORT_S = 5.0  # longest abort of a NCCL communicator
 _RECEIVER, _SENDER = 0, 1
-_BUFFERS = 4
+_BUFFERS = 3
 _TRAILER = struct.Struct("<Q")
 
 
-class _Work(Protocol):
-    def wait(self, timeout: datetime.timedelta) -> bool: ...
+class Work(Protocol):
+    def wait(self, timeout: datetime.timedelta = ...) -> bool: ...
 
 
 class _TorchGroup(Protocol):
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> _Work: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
     def abort(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A message in transit. The library uses `tensor`, on CPU the same memory as `data`, until `wait` returns."""
-
-    data: Bytes
-    tensor: torch.Tensor
-    work: _Work
-
-    def wait(self) -> Bytes:
-        """Blocks until done. Returns the data."""
-        with _library_errors():
-            self.work.wait(PIECE_TIMEOUT)
-            if self.tensor.device.type != "cpu":
-                torch.from_numpy(self.data).copy_(self.tensor)
-        return self.data
-
-
 class Group:
-    """The two-rank group. All methods run in the link's thread."""
+    """The two-rank group of one link: NCCL if `device` is a GPU, else gloo. Used in the link's thread."""
 
-    def __init__(self, store: TCPStore, rank: int, bind_host: str, device: torch.device) -> None:
+    def __init__(self, store: TCPStore, rank: int, local: LocalRank, thread: LinkThread, device: torch.device) -> None:
+        self.is_closed = False
         self._peer = 1 - rank
+        self._thread = thread
         self._device = device
         backend: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
         options = backend.Options() if device.type == "cuda" else backend._Options()
         options._timeout = TIMEOUT
-        if device.type != "cuda":
-            options._devices = [backend.create_device(hostname=bind_host)]
-        self._group: _TorchGroup = backend(PrefixStore("link", store), rank, 2, options)
+        if device.type == "cuda":
+            options.is_high_priority_stream = True  # from other streams than those of links' threads
+        else:
+            options._devices = [gloo_sockets(local.attach.bind_host)]
+        self._group: _TorchGroup | None = backend(PrefixStore("link", store), rank, 2, options)
 
-    def send(self, data: Bytes) -> Operation:
+    def send(self, tensor: Tensor) -> Work:
         with _library_errors():
-            tensor = torch.from_numpy(data).to(self._device)
-            return Operation(data, tensor, self._group.send([tensor], self._peer, 0))
+            return self._open().send([tensor], self._peer, 0)
 
-    def receive(self, buffer: Bytes, size: int) -> Operation:
-        """Receives a message of `size` bytes.
-
-        gloo accepts shorter messages, but aborts the process on one longer than the buffer. So it gets the whole
-        buffer, and the digest detects a faulty peer's data.
-        """
+    def receive(self, tensor: Tensor) -> Work:
+        """gloo accepts shorter messages, but aborts the process on one longer than the tensor. So pass it all of a
+        buffer; the digest detects a faulty peer's data."""
         with _library_errors():
-            tensor = torch.from_numpy(buffer if self._device.type == "cpu" else buffer[:size]).to(self._device)
-            return Operation(buffer[:size], tensor, self._group.recv([tensor], self._peer, 0))
+            return self._open().recv([tensor], self._peer, 0)
+
+    def wait(self, work: Work) -> None:
+        """gloo: until the message has been moved. NCCL: makes the current stream wait for it."""
+        if self._device.type == "cuda":
+            with _library_errors():
+                work.wait()  # with a timeout, torch would block this thread
+            return
+        with self._thread.waiting(), _library_errors():
+            work.wait(PIECE_TIMEOUT)
 
     def abort(self) -> None:
-        self._group.abort()
+        """Ends the operations of the group with an error: NCCL's now, gloo's at their timeout."""
+        if (group := self._group) is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """On the loop; never waits. An abort of NCCL that hangs ends the process."""
+        self.is_closed = True
+        if self._device.type != "cuda":
+            self.abort()
+            return
+        aborting = threading.Thread(target=self.abort, name="nccl-abort", daemon=True)
+        aborting.start()
+        asyncio.get_running_loop().call_later(ABORT_S, lambda: self._thread.hung() if aborting.is_alive() else None)
+
+    def destroy(self) -> None:
+        """Frees the group, after which gloo no longer uses its messages' memory."""
+        self._group = None
+
+    def _open(self) -> _TorchGroup:
+        if self._group is None:
+            raise HandoffFault(HandoffCause.TRANSPORT, "process_group: the link failed before")
+        return self._group
+
+
+@cache
+def gloo_sockets(host: str) -> Any:
+    """What all groups of an agent share: an address, and a thread of gloo's."""
+    backend: Any = dist.ProcessGroupGloo
+    return backend.create_device(hostname=host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,10 @@ class Format:
         striped = stripes_groups(version)
         return cls(payload_bytes, MESSAGE_BYTES if striped else payload_bytes, digests and striped)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return max(MESSAGE_BYTES, self.message_bytes) + _TRAILER.size
+
     def messages(self) -> Iterator[tuple[int, int]]:
         """Sizes of each message's payload and of the whole message."""
         for start in range(0, self.payload_bytes, self.message_bytes):
@@ -126,40 +155,15 @@ class Format:
             yield size, size + (_TRAILER.size if is_last and self.follows else 0)
 
 
-class Buffers:
-    """A ring of message buffers. `next` waits for a buffer's previous operation before it reuses the buffer."""
-
-    def __init__(self) -> None:
-        self._buffers = [np.empty(0, np.uint8) for _ in range(_BUFFERS)]
-        self._operations: list[Operation | None] = [None] * _BUFFERS
-        self._turn = 0
-
-    def next(self, size: int) -> Bytes:
-        """A buffer of at least `size` bytes."""
-        self._turn = (self._turn + 1) % _BUFFERS
-        if (operation := self._operations[self._turn]) is not None:
-            self._operations[self._turn] = None
-            operation.wait()
-        if self._buffers[self._turn].size < size:
-            self._buffers[self._turn] = make_staging(max(size, MESSAGE_BYTES + _TRAILER.size))
-        return self._buffers[self._turn]
-
-    def in_use(self, operation: Operation) -> None:
-        """Registers the operation that uses the buffer from the last `next`."""
-        self._operations[self._turn] = operation
-
-
 class GroupSender:
-    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
+    """Joins the receiver's group. Subclasses move the pieces."""
+
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, device: torch.device) -> None:
         self._local = local
         self._thread = thread
         self._host, _ = split_address(peer_address)
-        self._device = torch.device(device)
-        self._int8 = int8
-        self._grain_bytes = _grain_bytes(local, int8=int8)
+        self._device = device
         self._group: Group | None = None
-        self._digests = True
-        self._buffers = Buffers()
 
     def hello_fds(self) -> list[int]:
         return []
@@ -167,27 +171,43 @@ class GroupSender:
     async def establish(self, welcome: Welcome) -> None:
         if welcome.data_port is None:
             raise protocol_fault("process_group: expected the store's port in the welcome")
-        self._digests = welcome.digests
         self._group = await self._thread.run(self._join, welcome.data_port)
 
     def _join(self, port: int) -> Group:
         try:
-            store = TCPStore(self._host, port, None, False, TIMEOUT, False)
-            return Group(store, _SENDER, self._local.attach.bind_host, self._device)
+            with self._thread.waiting():
+                store = TCPStore(self._host, port, None, False, TIMEOUT, False)
+                return Group(store, _SENDER, self._local, self._thread, self._device)
         except (RuntimeError, ValueError) as error:
             raise _broken(error) from error
 
-    async def send_probe(self, stream: FrameStream) -> int:
-        probe = _as_array(bytearray(secrets.token_bytes(PROBE_BYTES)))
-        stream.send(Header(FrameType.PROBE))
-        await self._thread.run(self._send_probe, _joined(self._group), probe)
-        return digest_of_bytes(probe.data)
+    async def settle(self) -> None:
+        """Does nothing: `push` announces at once."""
 
-    def _send_probe(self, group: Group, data: Bytes) -> None:
-        group.send(data).wait()
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class GlooSender(GroupSender):
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
+        super().__init__(local, thread, peer_address, torch.device("cpu"))
+        self._int8 = int8
+        self._digests = True
+
+    async def establish(self, welcome: Welcome) -> None:
+        self._digests = welcome.digests
+        await super().establish(welcome)
+
+    async def send_probe(self, stream: FrameStream) -> int:
+        probe = bytearray(secrets.token_bytes(PROBE_BYTES))
+        stream.send(Header(FrameType.PROBE))
+        group = joined(self._group)
+        await self._thread.run(lambda: group.wait(group.send(torch.frombuffer(probe, dtype=torch.uint8))))
+        return digest_of_bytes(memoryview(probe))
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
-        """Returns when the last messages are in our buffers; they may still be in transit."""
         wire = as_int8(piece, self._local.layout) if self._int8 else piece
         form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
@@ -196,47 +216,46 @@ class GroupSender:
         elif self._digests:
             number = await self._thread.run(self._digest, span)
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
-        await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
+        await self._thread.run(self._send, joined(self._group), piece.payload_bytes, span, form, number)
 
     def _digest(self, span: PoolSpan) -> int:
-        with self._local.pool.on_host(span, write=False) as (pool, read):
+        with self._local.pool.on_host(span, self._local.staging, write=False) as (pool, read, _):
             return digest_of(pool, read)
 
     def _send(self, group: Group, size_in_pool: int, span: PoolSpan, form: Format, number: int | None) -> None:
-        digest = start_digest(form.payload_bytes, self._grain_bytes) if form.follows else None
-        with self._local.pool.on_host(span, write=False) as (pool, read):
-            cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
-            for payload, size in form.messages():
-                message = self._buffers.next(size)[:size]
-                cursor.read(message[:payload], digest)
-                if digest is not None and number is not None and size > payload:
-                    _TRAILER.pack_into(message.data, payload, digest.value() ^ number)
-                self._buffers.in_use(group.send(message))
-
-    async def settle(self) -> None:
-        """Does nothing: `push` announces at once."""
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        """Returns when all messages have been sent, after which the staging and the pool are no longer read."""
+        local, int8 = self._local, self._int8
+        digest = start_digest(form.payload_bytes, grain_bytes(local, int8=int8)) if form.follows else None
+        buffers_bytes = _BUFFERS * form.buffer_bytes
+        with local.pool.on_host(span, local.staging, write=False, scratch_bytes=buffers_bytes) as (pool, read, staging):
+            cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if int8 else pool.cursor(read)
+            buffers = staging.reshape(_BUFFERS, form.buffer_bytes)
+            works: list[Work] = []
+            sent: list[Tensor] = []  # the library keeps no reference
+            for turn, (payload, size) in enumerate(form.messages()):
+                if turn >= _BUFFERS:
+                    group.wait(works[turn - _BUFFERS])
+                message = cursor.contiguous(payload, digest) if size == payload else None
+                if message is None:
+                    message = buffers[turn % _BUFFERS, :size]
+                    cursor.read(message[:payload], digest)
+                    if digest is not None and number is not None and size > payload:
+                        _TRAILER.pack_into(message.data, payload, digest.value() ^ number)
+                sent.append(as_tensor(message))
+                works.append(group.send(sent[-1]))
+            for work in works[-_BUFFERS:]:
+                group.wait(work)
 
 
 class GroupReceiver:
-    """`version` is the protocol version in the hello."""
+    """Creates the store, and joins the group. Subclasses take the pieces."""
 
     places_ahead = False
 
-    def __init__(
-        self, local: LocalRank, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
-    ) -> None:
+    def __init__(self, local: LocalRank, thread: LinkThread, device: torch.device) -> None:
         self._local = local
         self._thread = thread
-        self._int8 = int8
-        self._version = version
-        self._buffers = Buffers()
-        self._device = torch.device(device)
-        self._digests = digests
+        self._device = device
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
@@ -262,40 +281,60 @@ class GroupReceiver:
         if self._store is None:
             raise protocol_fault("process_group: no store was prepared")
         try:
-            return Group(self._store, _RECEIVER, self._local.attach.bind_host, self._device)
+            with self._thread.waiting():
+                return Group(self._store, _RECEIVER, self._local, self._thread, self._device)
         except RuntimeError as error:
             raise _broken(error) from error
 
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._store = None
+
+
+class GlooReceiver(GroupReceiver):
+    """`version` is the protocol version in the hello."""
+
+    def __init__(self, local: LocalRank, thread: LinkThread, *, digests: bool, int8: bool, version: int) -> None:
+        super().__init__(local, thread, torch.device("cpu"))
+        self._int8 = int8
+        self._version = version
+        self._digests = digests
+
     async def receive_probe(self) -> int:
-        return await self._thread.run(self._receive_probe, _joined(self._group))
+        return await self._thread.run(self._receive_probe, joined(self._group))
 
     def _receive_probe(self, group: Group) -> int:
-        return digest_of_bytes(group.receive(self._buffers.next(PROBE_BYTES), PROBE_BYTES).wait().data)
+        with self._local.staging.lease(MESSAGE_BYTES) as buffer:
+            group.wait(group.receive(as_tensor(buffer)))
+            return digest_of_bytes(buffer[:PROBE_BYTES].data)
 
-    async def fetch(self, piece: Piece, body: bytes) -> GroupArrival:
+    async def fetch(self, piece: Piece, body: bytes) -> MessageArrival:
         if body:
             raise protocol_fault("process_group: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("process_group: expected digests as agreed in the welcome")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
-        digest = start_digest(form.payload_bytes, _grain_bytes(self._local, int8=self._int8)) if self._digests else None
-        transfer = _GroupTransfer(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
-        return GroupArrival(transfer, self._thread)
+        digest = start_digest(form.payload_bytes, grain_bytes(self._local, int8=self._int8)) if self._digests else None
+        transfer = _GlooTransfer(joined(self._group), self._local, form, digest, self._int8)
+        return MessageArrival(transfer, self._thread)
 
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-        self._store = None
+
+class Transfer(Protocol):
+    """The transfer of one piece, in the link's thread."""
+
+    def write(self, span: PoolSpan) -> int: ...
+    def skip(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class GroupArrival:
+class MessageArrival:
     """An announced piece. Its messages are in transit and must be received, even if the piece is not used."""
 
     digest_follows = False  # it follows the bytes instead of in a frame
 
-    transfer: _GroupTransfer
+    transfer: Transfer
     thread: LinkThread
 
     async def place(self, span: PoolSpan) -> int:
@@ -306,25 +345,25 @@ class GroupArrival:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupTransfer:
+class _GlooTransfer:
     """The transfer of one piece, in the link's thread."""
 
     group: Group
-    pool: Pool
-    buffers: Buffers
+    local: LocalRank
     form: Format
     digest: Digest | None
     int8: bool
 
     def write(self, span: PoolSpan) -> int:
-        with self.pool.on_host(span, write=True) as (pool, written):
-            return self._write(pool, written)
+        local, size = self.local, _BUFFERS * self.form.buffer_bytes
+        with local.pool.on_host(span, local.staging, write=True, scratch_bytes=size) as (pool, written, staging):
+            return self._write(pool, written, staging)
 
-    def _write(self, pool: PoolMap, span: PoolSpan) -> int:
+    def _write(self, pool: PoolMap, span: PoolSpan, staging: Bytes) -> int:
         wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
         cursor = Cursor([wire]) if self.int8 else pool.cursor(span)
         followed = 0
-        for message, payload in self._messages():
+        for message, payload in self._messages(staging):
             cursor.write(message[:payload], self.digest)
             if message.size > payload:
                 (followed,) = _TRAILER.unpack_from(message.data, payload)
@@ -333,32 +372,37 @@ class _GroupTransfer:
         return 0 if self.digest is None else self.digest.value() ^ followed
 
     def skip(self) -> None:
-        for _ in self._messages():
-            pass
+        with self.local.staging.lease(_BUFFERS * self.form.buffer_bytes) as staging:
+            for _ in self._messages(staging):
+                pass
 
-    def _messages(self) -> Iterator[tuple[Bytes, int]]:
-        """Messages and their payload sizes. The next message is received while one is processed."""
-        before: tuple[Operation, int] | None = None
-        for payload, size in self.form.messages():
-            operation = self.group.receive(self.buffers.next(size), size)
-            if before is not None:
-                yield before[0].wait(), before[1]
-            before = operation, payload
-        if before is not None:
-            yield before[0].wait(), before[1]
+    def _messages(self, staging: Bytes) -> Iterator[tuple[Bytes, int]]:
+        """Messages and their payload sizes. The next ones are received while one is processed."""
+        sizes = list(self.form.messages())
+        buffers = staging.reshape(_BUFFERS, self.form.buffer_bytes)
+        works: list[Work] = []
+        try:
+            for turn, (payload, size) in enumerate(sizes):
+                while len(works) < min(len(sizes), turn + _BUFFERS):
+                    works.append(self.group.receive(as_tensor(buffers[len(works) % _BUFFERS])))
+                self.group.wait(works[turn])
+                yield buffers[turn % _BUFFERS, :size], payload
+        except BaseException:
+            works.clear()
+            self.group.destroy()  # before another link gets the staging
+            raise
 
 
-def _grain_bytes(local: LocalRank, *, int8: bool) -> int:
+def grain_bytes(local: LocalRank, *, int8: bool) -> int:
     """A common divisor of the sizes of a piece's contiguous parts; 1 if quantised."""
     return 1 if int8 else local.layout.token_bytes
 
 
-def _as_array(data: bytearray) -> Bytes:
-    array: Bytes = torch.frombuffer(data, dtype=torch.uint8).numpy()
-    return array
+def as_tensor(data: Bytes) -> Tensor:
+    return torch.from_numpy(data)
 
 
-def _joined(group: Group | None) -> Group:
+def joined(group: Group | None) -> Group:
     if group is None:
         raise HandoffFault(HandoffCause.TRANSPORT, "process_group: the link is closed")
     return group

@@ -25,12 +25,12 @@ from kvtransfer.connection.handshake import LocalRank, Welcome
 from kvtransfer.connection.sockets import join_address, split_address
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, PoolSpan
-from kvtransfer.pool.pools import Pool
+from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.pool.quantise import dequantise, quantise
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.transports.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
+from kvtransfer.transports.batches import BATCH_BYTES, Batch, batches, batches_of
+from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
+from kvtransfer.transports.threads import LinkThread
 
 MAX_IDLE_S = 20.0
 _TRAILER = struct.Struct("<Q")
@@ -44,7 +44,6 @@ class TcpSender:
         self._int8 = int8
         self._data: DataSocket | None = None
         self._digests = True
-        self._scratch = make_scratch()
 
     def hello_fds(self) -> list[int]:
         return []
@@ -55,6 +54,7 @@ class TcpSender:
         self._digests = welcome.digests
         address = join_address(self._host, welcome.data_port)
         self._data = await connect_data(address, welcome.data_token, self._local.tls, _idle_s(self._local))
+        self._data.waiting = self._thread.waiting
 
     async def send_probe(self, stream: FrameStream) -> int:
         probe = secrets.token_bytes(PROBE_BYTES)
@@ -70,10 +70,10 @@ class TcpSender:
         await self._thread.run(self._send, _open(self._data), span, size, number)
 
     def _send(self, data: DataSocket, span: PoolSpan, size: int, number: int | None) -> None:
-        hasher = xxhash.xxh3_64()
-        with self._local.pool.on_host(span, write=False) as (pool, read):
+        hasher, staging = xxhash.xxh3_64(), self._local.staging
+        with self._local.pool.on_host(span, staging, write=False, scratch_bytes=BATCH_BYTES) as (pool, read, scratch):
             source = batches_of(quantise(pool.pack(read, size), pool.layout)) if self._int8 else None
-            for batch in source or batches(pool, read, self._scratch):
+            for batch in source or batches(pool, read, scratch):
                 batch.gather()
                 if number is not None:
                     for view in batch.views:
@@ -102,7 +102,6 @@ class TcpReceiver:
         self._int8 = int8
         self._listener: DataListener | None = None
         self._data: DataSocket | None = None
-        self._scratch = make_scratch()
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
@@ -118,6 +117,7 @@ class TcpReceiver:
         if self._listener is None:
             raise protocol_fault("tcp: no data port was prepared")
         self._data = await self._listener.admit(_idle_s(self._local))
+        self._data.waiting = self._thread.waiting
 
     async def receive_probe(self) -> int:
         probe = bytearray(PROBE_BYTES)
@@ -130,7 +130,7 @@ class TcpReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("tcp: expected digests as agreed in the welcome")
         int8_bytes = piece.payload_bytes if self._int8 else None
-        transfer = _TcpTransfer(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
+        transfer = _TcpTransfer(_open(self._data), self._local, self._digests, int8_bytes)
         return TcpArrival(transfer, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
@@ -154,6 +154,7 @@ class TcpArrival:
     size_bytes: int
 
     async def place(self, span: PoolSpan) -> int:
+        await self.transfer.data.readable()
         return await self.thread.run(self.transfer.write, span)
 
     async def discard(self) -> None:
@@ -165,15 +166,15 @@ class _TcpTransfer:
     """The transfer of one piece, in the link's thread."""
 
     data: DataSocket
-    pool: Pool
-    scratch: Bytes
+    local: LocalRank
     digests: bool
     int8_bytes: int | None  # the piece's size on a link that carries int8
 
     def write(self, span: PoolSpan) -> int:
-        with self.pool.on_host(span, write=True) as (pool, written):
+        local = self.local
+        with local.pool.on_host(span, local.staging, write=True, scratch_bytes=BATCH_BYTES) as (pool, written, scratch):
             if self.int8_bytes is None:
-                return self._receive(batches(pool, written, self.scratch))
+                return self._receive(batches(pool, written, scratch))
             wire = np.empty(self.int8_bytes, np.uint8)
             digest = self._receive(batches_of(wire))
             pool.unpack(dequantise(wire, pool.layout), written)
@@ -190,10 +191,11 @@ class _TcpTransfer:
         return int(hasher.intdigest()) ^ self._trailer() if self.digests else 0
 
     def skip(self, size: int) -> None:
-        while size:
-            step = min(size, BATCH_BYTES)
-            self.data.receive([self.scratch[:step].data])
-            size -= step
+        with self.local.staging.lease(BATCH_BYTES) as scratch:
+            while size:
+                step = min(size, BATCH_BYTES)
+                self.data.receive([scratch[:step].data])
+                size -= step
         if self.digests:
             self._trailer()
 

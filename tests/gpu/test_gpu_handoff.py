@@ -20,6 +20,7 @@ from kvtransfer.pool.cuda_ipc import export_tensor, gpu_index, gpu_uuid
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.device_pool import DevicePool
 from kvtransfer.pool.pool import PoolMap, PoolSpan
+from kvtransfer.pool.pools import make_host_staging
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.testing.models import FaultSettings
@@ -56,9 +57,10 @@ def test_a_span_goes_over_host_memory_and_back() -> None:
     (source, _), (target, target_bytes) = pool_of(1, "cuda:0"), pool_of(2, "cuda:0")
     span = PoolSpan((3, 4, 9), 5, 0, 3, 1, 2)
     size = sum(part.size for part in target_bytes.slices(span))
-    with source.on_host(span, write=False) as (host, inner):
+    staging = make_host_staging(source)
+    with source.on_host(span, staging, write=False) as (host, inner, _):
         packed = host.pack(inner, size)
-    with target.on_host(span, write=True) as (host, inner):
+    with target.on_host(span, staging, write=True) as (host, inner, _):
         host.unpack(packed, inner)
     keys = target.make_keys(1)
     assert target.digest(span, keys) == source.digest(span, keys)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.pool.pool import PoolMap, PoolSpan
-from kvtransfer.transports.batches import BATCH_BYTES, batches, make_scratch
+from kvtransfer.pool.pool import PoolMap, PoolSpan, make_staging
+from kvtransfer.transports.batches import BATCH_BYTES, batches
 from tandem.kvcache.layout import KvPoolLayout
 
 MAX_BUFFERS = 1024  # what the kernel takes at once
@@ -51,7 +51,7 @@ LAYOUTS = [
 @given(data=st.data())
 def test_batches_are_the_span(layout: KvPoolLayout, data: st.DataObject) -> None:
     span = data.draw(spans(layout))
-    source, target, scratch = filled(layout, 1), filled(layout, 2), make_scratch()
+    source, target, scratch = filled(layout, 1), filled(layout, 2), make_staging(BATCH_BYTES)
     wire = bytearray()
     for batch in batches(source, span, scratch):
         batch.gather()
@@ -78,6 +78,6 @@ def test_long_runs_are_used_where_they_lie() -> None:
     pool = filled(LAYOUTS[1], 1)
     begin = pool.blocks.ctypes.data
     end = begin + pool.blocks.nbytes
-    for batch in batches(pool, PoolSpan((0, 1, 2, 7), 16, 0, 3, 0, 8), make_scratch()):
+    for batch in batches(pool, PoolSpan((0, 1, 2, 7), 16, 0, 3, 0, 8), make_staging(BATCH_BYTES)):
         for view in batch.views:
             assert begin <= np.frombuffer(view, np.uint8).ctypes.data < end

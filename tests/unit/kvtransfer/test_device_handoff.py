@@ -45,12 +45,15 @@ def start(prefill: FakeWorker, decode: FakeWorker, seed: int = 0) -> Handoff:
     return handoff
 
 
-async def complete(handoff: Handoff) -> None:
+async def complete(handoff: Handoff) -> set[str]:
+    """Returns the transports that carried the blocks."""
+    found: set[str] = set()
     for rank in handoff.prefill.ranks:
         await rank.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=30.0)
     for rank in handoff.decode.ranks:
-        await rank.expect(Received, ticket_id=handoff.ticket_id)
+        found |= {*(await rank.expect(Received, ticket_id=handoff.ticket_id)).transports}
     assert handoff.arrived()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -118,10 +121,11 @@ async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worke
 @pytest.mark.parametrize(
     ("devices", "transport", "expected"),
     [
-        pytest.param(("cpu", ""), "auto", "process_group", marks=pytest.mark.slow),
-        pytest.param(("", "cpu"), "auto", "process_group", marks=pytest.mark.soak_only),  # each transport once is left
-        pytest.param(("cpu", ""), "tcp", "tcp", marks=pytest.mark.soak_only),
-        (("", "cpu"), "tcp", "tcp"),
+        (("cpu", ""), "auto", "tcp"),
+        pytest.param(("", "cpu"), "auto", "tcp", marks=pytest.mark.slow),
+        pytest.param(("cpu", ""), "process_group", "process_group", marks=pytest.mark.slow),
+        pytest.param(("", "cpu"), "process_group", "process_group", marks=pytest.mark.slow),
+        pytest.param(("", "cpu"), "tcp", "tcp", marks=pytest.mark.soak_only),
     ],
 )
 async def test_where_pools_cannot_map_each_other_bytes_go_over_host_memory(
@@ -143,3 +147,47 @@ async def test_mapped_is_not_forced_on_pools_in_unlike_memory(
     prefill, _ = await pair(make_worker, devices, transport="mapped")
     refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
     assert "host memory" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("tp", "digests"),
+    [
+        ((1, 1), True),
+        pytest.param((2, 1), True, marks=pytest.mark.slow),
+        pytest.param((1, 2), False, marks=pytest.mark.slow),
+    ],
+)
+async def test_blocks_arrive_by_messages_between_devices(
+    make_worker: MakeWorker, tp: tuple[int, int], digests: bool
+) -> None:
+    """The code of `nccl`, over gloo."""
+    prefill, decode = await pair(make_worker, tp=tp, digests=digests, transport="nccl")
+    for seed in range(3):
+        assert await complete(start(prefill, decode, seed)) == {"nccl"}
+    report = await prefill.ranks[0].expect(LinkReport, state="ready")
+    assert (report.transport, report.reason) == ("nccl", "")
+
+
+@pytest.mark.slow
+async def test_a_large_prompt_arrives_by_messages_between_devices(make_worker: MakeWorker) -> None:
+    model = FakeModel(layers=4, block_tokens=16, head_dim=64)
+    prefill, decode = await pair(make_worker, model=model, num_blocks=160, transport="nccl")
+    handoff = Handoff.make(prefill, decode, tokens=2395)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, handoff.kv.blocks)
+    await complete(handoff)
+
+
+async def test_a_message_between_devices_that_changes_on_its_way_changes_no_block(make_worker: MakeWorker) -> None:
+    sender, receiver = await pair(make_worker, prefill=faulty("digest", "flip"), transport="nccl")
+    broken = start(sender, receiver)
+    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    assert failed.cause == HandoffCause.DIGEST_MISMATCH
+    await complete(start(sender, receiver, seed=1))
+
+
+async def test_messages_between_devices_are_not_for_pools_in_host_memory(make_worker: MakeWorker) -> None:
+    prefill, _ = await pair(make_worker, ("cpu", ""), transport="nccl")
+    refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
+    assert "nccl: our pool is in cpu, the peer's in host memory" in refused.reason

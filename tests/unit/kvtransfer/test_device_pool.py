@@ -16,14 +16,16 @@ from kvtransfer.causes import HandoffFault
 from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.device_pool import MAX_RUN_COPIES, DevicePool
-from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, make_staging
 from kvtransfer.pool.pools import open_pool
+from kvtransfer.pool.staging import Staging
 from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="bfloat16")
 CPU = torch.device("cpu")
 KEY = 7
+STAGING = Staging(make_staging, 0)
 KEYS = DigestKeys(KEY, LAYOUT.head_bytes // 4, CPU)
 SPREAD = tuple(range(23, 3, -2))  # each block a run of its own
 assert len(SPREAD) > MAX_RUN_COPIES
@@ -95,11 +97,25 @@ def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(
 def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: PoolSpan) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
     size = sum(part.size for part in source_bytes.slices(span))
-    with source.on_host(span, write=False) as (host, inner):
+    with source.on_host(span, STAGING, write=False) as (host, inner, _):
         packed = host.pack(inner, size)
     assert np.array_equal(packed, source_bytes.pack(span, size))
-    with target.on_host(span, write=True) as (host, inner):
+    with target.on_host(span, STAGING, write=True) as (host, inner, _):
         host.unpack(packed, inner)
+    expected.copy_from(source_bytes, span, span)
+    assert np.array_equal(target_bytes.blocks, expected.blocks)
+
+
+@settings(deadline=None)
+@given(spans())
+def test_a_packed_span_has_canonical_bytes_the_spans_digest_and_a_way_back(span: PoolSpan) -> None:
+    (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
+    size = sum(part.size for part in source_bytes.slices(span))
+    with source.staging.lease(size) as staging:
+        packed = source.pack(span, staging)
+        assert np.array_equal(packed.numpy(), source_bytes.pack(span, size))
+        assert source.digest_packed(packed, span, KEYS) == source.digest(span, KEYS)
+        target.unpack(packed, span)
     expected.copy_from(source_bytes, span, span)
     assert np.array_equal(target_bytes.blocks, expected.blocks)
 
@@ -109,7 +125,7 @@ def test_a_write_over_host_memory_that_fails_changes_nothing() -> None:
     span = PoolSpan((1, 2), 4, 0, 3, 0, 4)
 
     def fail() -> None:
-        with target.on_host(span, write=True) as (host, _):
+        with target.on_host(span, STAGING, write=True) as (host, _, _):
             host.blocks[...] = 0
             raise ConnectionError
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
 from kvtransfer.link.liveness import HEARTBEAT_S, STALL_S, LinkWatch
-from kvtransfer.transports.protocol import HANG_GRACE_S, LinkThread
+from kvtransfer.transports.threads import HANG_GRACE_S, AgentThreads, LinkThread
 from tandem.testing.models import FakeClock
 
 
@@ -58,7 +58,7 @@ def test_the_time_in_which_we_were_stopped_is_not_the_peers_silence() -> None:
 
 async def test_a_lost_device_is_reported_as_a_thread_that_hangs_is() -> None:
     hung: list[str] = []
-    thread = LinkThread("link-a", hung.append)
+    thread = LinkThread("link-a", AgentThreads(hung.append))
 
     def work() -> None:
         raise DeviceLost("CUDA error: an illegal memory access was encountered")
@@ -69,13 +69,19 @@ async def test_a_lost_device_is_reported_as_a_thread_that_hangs_is() -> None:
     thread.close()
 
 
+def wait(started: threading.Event, release: threading.Event, wait_s: float) -> bool:
+    started.set()
+    return release.wait(wait_s)
+
+
 async def test_a_thread_that_does_not_come_back_is_reported() -> None:
     hung: list[str] = []
     release = threading.Event()
-    thread = LinkThread("link-a", hung.append)
+    thread = LinkThread("link-a", AgentThreads(hung.append))
     thread.moves_pieces = True
-    waiting = asyncio.create_task(thread.run(release.wait, 30.0))
-    await asyncio.sleep(0.05)
+    started = threading.Event()
+    waiting = asyncio.create_task(thread.run(wait, started, release, 30.0))
+    await asyncio.to_thread(started.wait, 30.0)
     thread.close()
     await asyncio.sleep(HANG_GRACE_S + 0.1)
     assert hung == ["link-a"]
@@ -86,11 +92,12 @@ async def test_a_thread_that_does_not_come_back_is_reported() -> None:
 @pytest.mark.parametrize("moves_pieces", [True, False])
 async def test_a_thread_that_comes_back_or_only_connects_is_not(moves_pieces: bool) -> None:
     hung: list[str] = []
-    thread = LinkThread("link-a", hung.append)
+    thread = LinkThread("link-a", AgentThreads(hung.append))
     thread.moves_pieces = moves_pieces
     release = threading.Event()
-    waiting = asyncio.create_task(thread.run(release.wait, 0.1 if moves_pieces else HANG_GRACE_S + 0.3))
-    await asyncio.sleep(0.02)
+    started, wait_s = threading.Event(), 0.0 if moves_pieces else HANG_GRACE_S + 0.3
+    waiting = asyncio.create_task(thread.run(wait, started, release, wait_s))
+    await asyncio.to_thread(started.wait, 30.0)
     thread.close()
     await asyncio.sleep(HANG_GRACE_S + 0.1)
     assert hung == []
