@@ -43,6 +43,7 @@ class InboundHandoff:
     pieces: int = 0
     verify_s: float = 0.0
     stages: list[ReceiveStages] = field(default_factory=list)  # of each rank that received
+    transports: set[str] = field(default_factory=set)
 
     @property
     def can_join(self) -> bool:
@@ -64,6 +65,7 @@ class InboundHandoff:
             verify_s=self.verify_s,
             reserve_to_join_s=joined_at_s - anchor_s,
             anchor_at_s=anchor_s,
+            transports=sorted(self.transports),
             received=worker_pb2.ReceiveStages(
                 reserved_s=self.reserved_at_s - anchor_s,
                 linked_s=offset(latest(rank.linked_at_s for rank in ranks)),
@@ -116,6 +118,7 @@ class InboundHandoffs:
         entry.blocks = max(entry.blocks, report.blocks)
         entry.pieces += report.pieces
         entry.verify_s = max(entry.verify_s, report.verify_s)
+        entry.transports.update(report.transports)
         if report.stages is not None:
             entry.stages.append(report.stages)
         if not entry.pending:

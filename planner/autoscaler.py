@@ -58,12 +58,12 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class ScalingLimits:
-    """Minimum and maximum numbers of workers, in total and per role. `same_width`: workers can change their role."""
+    """Minimum and maximum numbers of workers, in total and per role. `can_change_roles`: see `ModelSpec`."""
 
     workers: tuple[int, int]
     prefill: tuple[int, int]
     decode: tuple[int, int]
-    same_width: bool = True
+    can_change_roles: bool = True
 
     @classmethod
     def of(cls, spec: AutoscalerSpec, model: ModelSpec) -> ScalingLimits:
@@ -78,7 +78,7 @@ class ScalingLimits:
             )
             for pool, limits in zip(pools, (spec.prefill, spec.decode), strict=True)
         )
-        return cls((least, max(least, most)), prefill, decode, pools[0].tp == pools[1].tp)
+        return cls((least, max(least, most)), prefill, decode, model.can_change_roles)
 
     def allow(self, sizes: PoolSizes) -> bool:
         """Whether the limits of both roles hold. The total is not checked."""
@@ -219,7 +219,7 @@ class Autoscaler:
         return found
 
     def _with_other_roles(self, current: PoolSizes) -> Iterator[PoolSizes]:
-        if self._limits.same_width:
+        if self._limits.can_change_roles:
             step = max(1, current.workers // 4)
             for prefill in range(current.prefill - step, current.prefill + step + 1):
                 if prefill != current.prefill:

@@ -10,7 +10,7 @@ from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
 from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
-from tandem.config.spec import ClusterSpec, PoolSpec, RouterSpec
+from tandem.config.spec import ClusterSpec, ModelSpec, Role, RouterSpec
 from tandem.errors import ConfigError
 
 _ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a block is 1/32 of the mean prompt
@@ -76,29 +76,49 @@ def setup_of_spec(
     if len(spec.models) != 1:
         raise ConfigError(f"models: expected one model to simulate, got {len(spec.models)}", field="models")
     model = spec.models[0]
-    engine = model.engine
+    check_one_cost(model)
+    engine = model.engine_of(Role.DECODE)
 
-    def pool(name: str, wanted: PoolSpec) -> PoolSetup:
+    def pool(role: Role) -> PoolSetup:
+        name, wanted, engine = role.value, model.pool(role), model.engine_of(role)
         if not hardware.model.fits_tp(wanted.tp):
             fitting = ", ".join(str(tp) for tp in range(1, hardware.model.heads + 1) if hardware.model.fits_tp(tp))
             raise ConfigError(
                 f"{name}.tp: expected one of {fitting} for {hardware.model.name}, got {wanted.tp}", field=f"{name}.tp"
             )
         found = hardware.pool(wanted.workers, wanted.tp)
-        configured_tokens = None if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens
-        return found if configured_tokens is None else replace(found, kv_tokens=configured_tokens)
+        return replace(
+            found,
+            kv_tokens=found.kv_tokens if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens,
+            max_running_requests=engine.max_running_requests,
+            max_step_tokens=engine.max_step_tokens,
+        )
 
     setup = make_setup(
         hardware,
-        pool("prefill", model.prefill) if model.prefill.workers else None,
-        pool("decode", model.decode),
+        pool(Role.PREFILL) if model.prefill.workers else None,
+        pool(Role.DECODE),
         router=spec.router,
         max_running_requests=engine.max_running_requests,
         max_step_tokens=engine.max_step_tokens,
-        max_model_tokens=engine.max_model_tokens or MAX_MODEL_TOKENS,
+        max_model_tokens=min(model.engine_of(role).max_model_tokens or MAX_MODEL_TOKENS for role in Role),
         block_tokens=simulated_block_tokens(engine.block_tokens, mean_prompt_tokens, trace_block),
     )
-    return replace(setup, autoscaler=spec.autoscaler)
+    return replace(setup, autoscaler=spec.autoscaler, can_change_roles=model.can_change_roles)
+
+
+def check_one_cost(model: ModelSpec) -> None:
+    """Raises ConfigError if the roles' engines differ in what decides the time of a step."""
+    prefill, decode = (model.engine_of(role) for role in Role)
+    for name in ("device", "device_share", "dtype", "weights", "kv_dtype", "threads_per_rank"):
+        if getattr(prefill, name) != getattr(decode, name):
+            role = Role.PREFILL if getattr(model.prefill.engine, name) is not None else Role.DECODE
+            field = model.engine_field(role, name)
+            raise ConfigError(
+                f"{field}: both roles share one cost model; expected the same value for both, got "
+                f"{getattr(prefill, name)} for prefill and {getattr(decode, name)} for decode",
+                field=field,
+            )
 
 
 def make_setup(

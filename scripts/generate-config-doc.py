@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tandem.config.spec import ClusterSpec
+from tandem.config.spec import ClusterSpec, EngineOverrides
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -36,7 +36,7 @@ empty file gives the default cluster: one prefill and one decode worker of the d
 
 Flags override the environment, and the environment overrides the file. A variable is `TANDEM_` plus the key's path,
 with `__` between its parts and numbers for list items: `TANDEM_ROUTER__HTTP_PORT=8080`,
-`TANDEM_MODELS__0__PREFILL__WORKERS=2`.
+`TANDEM_MODELS__0__PREFILL__WORKERS=2`. `tandem up --set KEY=VALUE` takes any path: `--set models.0.prefill.workers=2`.
 """
 
 
@@ -132,7 +132,7 @@ def page() -> str:
         parts.append(f"## {title}\n")
         if text and model is not ClusterSpec:
             parts.append(text + "\n")
-        if rows:
+        if rows and model is not EngineOverrides:  # the rows of `models[].engine`
             parts.append("\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
         if inner:
             parts.append("Sections: " + ", ".join(_section(name, model) for name in inner) + ".\n")

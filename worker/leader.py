@@ -16,10 +16,10 @@ from google.protobuf.message import DecodeError
 from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
-from tandem.errors import InputError, TandemError
+from tandem.errors import InputError, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
-from worker.agents import Agents
-from worker.inbox import AgentConnected, AgentLost, AgentMessage, Inbox, LeaderEvent, Stop
+from worker.agents import Agents, peer_changes
+from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
 from worker.io_thread import ServiceLink
 from worker.messages import (
     CacheChanged,
@@ -132,13 +132,19 @@ class Leader:
                 log.warning("lost the transfer agent of rank %d", rank)
                 self._agents.lost(rank)
                 self._roles.on_agent_lost(rank)
+            case AgentStuck(rank=rank, pid=pid):
+                raise WorkerLost(
+                    f"the transfer agent of rank {rank} (pid {pid}) was killed and does not end, so it may still write "
+                    "to KV blocks: this worker ends, and starts again with other memory"
+                )
             case AgentConnected(rank=rank):
                 self._agents.connected(rank)
                 self._agents.send(rank, self._peers)
             case Peers(peers=peers):
-                self._peers = SetPeers(peers)
+                change, self._peers = peer_changes(self._peers.peers, peers), SetPeers(peers)
                 self._agents.forget_all_but({(peer.worker_id, peer.epoch) for peer in peers})
-                self._agents.broadcast(self._peers)
+                if change.changed or change.gone:
+                    self._agents.broadcast(change)
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 first = self._requests.outbox.frame(session)
@@ -154,13 +160,7 @@ class Leader:
 
     def _update_agent(self, rank: int, attached: Attached) -> None:
         """A replaced agent listens at another address: the service then registers the worker again."""
-        agent = self._info.agents[rank]
-        agent.host_id, agent.mapped_path, agent.tcp_address, agent.device = (
-            attached.host_id,
-            attached.mapped_path,
-            attached.tcp_address,
-            attached.device,
-        )
+        self._info.agents[rank].CopyFrom(agent_endpoint(rank, attached))
         self._service.send(LeaderReady(self._info.SerializeToString()))
 
     def _on_message(self, session: int, raw: bytes) -> None:
@@ -211,6 +211,18 @@ def _request_id(frame: worker_pb2.RouterFrame) -> str:
             return frame.cancel.request_id
         case _:
             return ""
+
+
+def agent_endpoint(rank: int, attached: Attached) -> cluster_pb2.AgentEndpoint:
+    return cluster_pb2.AgentEndpoint(
+        rank=rank,
+        host_id=attached.host_id,
+        mapped_path=attached.mapped_path,
+        tcp_address=attached.tcp_address,
+        device=attached.device,
+        machine_id=attached.machine_id,
+        transports=attached.transports,
+    )
 
 
 def make_requests(service: ServiceLink) -> RequestBook:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from kvtransfer.agent.client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Lead, TlsFiles, WireLayout
 from kvtransfer.pool.cuda_ipc import export_tensor
@@ -35,9 +37,10 @@ from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
 from worker.agents import Agents
-from worker.inbox import AgentConnected, AgentLost, AgentMessage, Inbox, Stop
+from worker.gpu_loss import gpu_loss_ends_process
+from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
-from worker.leader import Leader, make_requests
+from worker.leader import Leader, agent_endpoint, make_requests
 from worker.messages import LeaderReady
 from worker.meters import StepMeters
 from worker.requests import RequestBook
@@ -153,13 +156,7 @@ def worker_info(
         max_model_tokens=rank.max_model_tokens,
     )
     for index, agent in sorted(attached.items()):
-        info.agents.add(
-            rank=index,
-            host_id=agent.host_id,
-            mapped_path=agent.mapped_path,
-            tcp_address=agent.tcp_address,
-            device=agent.device,
-        )
+        info.agents.append(agent_endpoint(index, agent))
     info.processes.add(name="rank-0", pid=os.getpid())
     return info
 
@@ -181,10 +178,14 @@ class LeaderConnections:
                 on_message=partial(self._on_message, rank),
                 on_lost=partial(self._inbox.put, AgentLost(rank)),
                 on_connected=partial(self._inbox.put, AgentConnected(rank)),
+                on_stuck=partial(self._on_stuck, rank),
             )
 
     def _on_message(self, rank: int, message: FromAgent) -> None:
         self._inbox.put(AgentMessage(rank, message))
+
+    def _on_stuck(self, rank: int, pid: int) -> None:
+        self._inbox.put(AgentStuck(rank, pid))
 
     def wait_attached(self) -> dict[int, Attached]:
         """Blocks until every rank's pool is attached: each agent sends `Attached` to its leader too."""
@@ -194,7 +195,7 @@ class LeaderConnections:
                 match event:
                     case AgentMessage(rank=rank, message=Attached() as message):
                         attached[rank] = message
-                    case AgentLost() | AgentConnected() | AgentMessage():
+                    case AgentLost() | AgentStuck() | AgentConnected() | AgentMessage():
                         pass
                     case Stop(reason=reason):
                         raise SystemExit(reason)
@@ -217,7 +218,7 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
 
 
 def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
-    spec = launch.model.engine
+    spec = launch.engine
     peaks = device_peaks(spec)  # of one rank: all ranks have the same device
     weight_bytes = _QUANTISED_BYTES.get(spec.weights, DTYPE_BYTES[spec.dtype])
     kv_bytes = rank.layout.token_bytes / rank.config.head_dim
@@ -244,18 +245,21 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
     log.info("ready: %d KV blocks, at most %d tokens per request", rank.layout.num_blocks, rank.max_model_tokens)
     try:
-        meters = make_meters(launch, rank)
-        return Leader(identity, info, engine, agents, requests, roles, inbox, service, meters).run()
+        with gpu_loss_ends_process(launch.engine.device):  # before `close`, which waits for the other ranks
+            meters = make_meters(launch, rank)
+            return Leader(identity, info, engine, agents, requests, roles, inbox, service, meters).run()
     finally:
         engine.close()
 
 
 def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
+    if launch.engine.on_gpu:
+        torch.cuda.set_device(launch.engine.device)  # the process sees all GPUs; kernels start on the current one
     io = IoThread(name="rank-io")
     client = AgentClient(io.loop)
     rank = build_rank(
         Path(launch.model_dir),
-        launch.model.engine,
+        launch.engine,
         rank=index,
         size=launch.tp,
         rendezvous_file=launch.rendezvous_file,
@@ -274,11 +278,13 @@ def main(make_roles: MakeRoles, description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--launch", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--device", help="of this rank: cpu or cuda:N; default: the launch's")
     arguments = parser.parse_args()
-    launch = WorkerLaunch.load(arguments.launch)
+    launch = WorkerLaunch.load(arguments.launch).on_device(arguments.device)
     setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
-        run(launch, arguments.rank, make_roles)
+        with gpu_loss_ends_process(launch.engine.device):
+            run(launch, arguments.rank, make_roles)
     except TandemError as error:
         log.error("error: %s", error)
         raise SystemExit(2) from None

@@ -100,6 +100,8 @@ def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> t
             protocol=worker.layout.protocol,
             oldest_protocol=worker.layout.oldest_protocol,
             device=agent.device,
+            machine_id=agent.machine_id,
+            transports=tuple(agent.transports),
             connect=role == cluster_pb2.ROLE_PREFILL and worker.role == cluster_pb2.ROLE_DECODE,
         )
         for worker in directory.workers

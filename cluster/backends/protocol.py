@@ -14,7 +14,8 @@ from tandem.config.frozen import Frozen
 class ProcessSpec(Frozen):
     """One process. `restart`: if it dies, it is restarted in place; without `restart` its death ends the member.
 
-    `stop_grace_s`: seconds from SIGTERM to SIGKILL when it is stopped.
+    `stop_grace_s`: seconds from SIGTERM to SIGKILL when it is stopped. `on_device`: it uses the member's device, whose
+    name is appended to its arguments: `--device cuda:1`.
     """
 
     name: str
@@ -22,6 +23,7 @@ class ProcessSpec(Frozen):
     env: dict[str, str] = Field(default_factory=dict)
     restart: bool = False
     stop_grace_s: float = 5.0
+    on_device: bool = False
 
 
 class MemberStart(Frozen):
@@ -40,12 +42,21 @@ class RunningProcess(Frozen):
     pid: int
 
 
+class MemberEnd(Frozen):
+    """Why a member ended. `exit_code`: of the process that ended it; None if it was killed, or its host was lost."""
+
+    reason: str
+    exit_code: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one member reserves on its host."""
+    """What one member reserves on its host. `gpus`: the share of one GPU. `device`: `cpu`, `cuda`, or `cuda:N` for the
+    GPU with this ordinal."""
 
     cpus: float = 0.0
     gpus: float = 0.0
+    device: str = "cpu"
 
 
 class MemberHandle(Protocol):
@@ -55,7 +66,7 @@ class MemberHandle(Protocol):
         """Raises nothing for a process that cannot start: `wait_end` returns the reason."""
         ...
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> MemberEnd:
         """Returns why the member ended: a process without `restart` died, or the host was lost."""
         ...
 
@@ -74,7 +85,8 @@ class Backend(Protocol):
     async def open(self) -> None: ...
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        """Reserves one host for all members of the group. Raises ConfigError if no host has room."""
+        """Reserves one host for all members of the group, and a different GPU of it for each member that uses one. A
+        member sees all GPUs of its host. Raises ConfigError if no host has room."""
         ...
 
     async def place_local(self, name: str) -> MemberHandle:

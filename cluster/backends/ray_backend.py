@@ -33,8 +33,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.backends.supervisor import Supervisor
+from cluster.devices import VISIBLE, device_of
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ SYSTEM_CONFIG = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+
+
+# Ray would hide all GPUs but the actor's own. A rank needs its peers' GPUs too, to read their memory.
+ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
 def disable_helpers() -> None:
@@ -74,10 +79,13 @@ class SupervisorActor:
         self._supervisor = Supervisor(name, Path(log_dir))
 
     async def start(self, start: str) -> None:
-        await self._supervisor.start(MemberStart.model_validate_json(start))
+        """Raises ConfigError if Ray gave this actor no GPU that its processes can use."""
+        gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        device = device_of(gpu_ids, os.environ.get(VISIBLE))
+        await self._supervisor.start(MemberStart.model_validate_json(start), device)
 
     async def wait_end(self) -> str:
-        return await self._supervisor.wait_end()
+        return (await self._supervisor.wait_end()).model_dump_json()
 
     async def processes(self) -> list[tuple[str, int]]:
         return [(process.name, process.pid) for process in self._supervisor.processes()]
@@ -107,12 +115,11 @@ class RayMember:
             except RayActorError:
                 await asyncio.sleep(RETRY_S)  # Ray is restarting the actor
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> MemberEnd:
         try:
-            end: str = await self._actor.wait_end.remote()
-            return end
+            return MemberEnd.model_validate_json(await self._actor.wait_end.remote())
         except RayActorError:
-            return f"the Ray actor of {self.name} was lost"
+            return MemberEnd(reason=f"the Ray actor of {self.name} was lost")
 
     async def processes(self) -> tuple[RunningProcess, ...]:
         if not self._started:
@@ -150,7 +157,7 @@ class _Reservation:
 
 
 class RayBackend:
-    """`address`: an existing Ray cluster; None starts one on this machine, in `temp_dir`, with `cpus`.
+    """`address`: an existing Ray cluster; None starts one on this machine, in `temp_dir`, with `cpus` and `gpus`.
 
     Nodes of an existing cluster may join late: `place` waits up to `place_timeout_s` for room.
     """
@@ -158,12 +165,13 @@ class RayBackend:
     name = "ray"
 
     def __init__(
-        self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float, place_timeout_s: float
+        self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float, gpus: int = 0, place_timeout_s: float
     ) -> None:
         self._log_dir = log_dir
         self._temp_dir = temp_dir
         self._address = address
         self._cpus = cpus
+        self._gpus = gpus
         self._place_timeout_s = place_timeout_s
         self._local: list[RayMember] = []
         self._reservations: dict[str, _Reservation] = {}
@@ -199,6 +207,7 @@ class RayBackend:
         ray.init(
             address="local",
             num_cpus=max(1, round(self._cpus)),
+            num_gpus=self._gpus,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
@@ -273,6 +282,7 @@ class RayBackend:
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             max_restarts=-1,
+            runtime_env=ALL_GPUS_VISIBLE if resources.gpus else None,
             scheduling_strategy=strategy,
         ).remote(name, str(self._log_dir))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 
+from cluster.devices import VISIBLE, narrowed
 from tandem.config.spec import TlsSpec
 from tandem.rpc.identity import Identity
 
@@ -16,12 +18,14 @@ _LOOPBACK = {
 }
 
 
-def prepare_local_ray(tls: TlsSpec | None) -> None:
+def prepare_local_ray(tls: TlsSpec | None, devices: Sequence[int] | None = None) -> None:
     """Secures Ray for this process and its children; variables that the user has set keep their values.
 
     Ray listens on loopback only, requires a token (a fresh one, so that Ray stores none in the home folder) and, if
-    `security.tls` is set, mutual TLS.
+    `security.tls` is set, mutual TLS. With `devices` (ordinals), Ray sees only these GPUs.
     """
+    if devices is not None:
+        os.environ[VISIBLE] = narrowed(devices, os.environ.get(VISIBLE))
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:

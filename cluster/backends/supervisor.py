@@ -19,7 +19,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from cluster.backends.protocol import MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberEnd, MemberStart, ProcessSpec, RunningProcess
+from cluster.devices import CPU
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,14 @@ class Supervisor:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._grace_s: dict[str, float] = {}
         self._watchers: list[asyncio.Task[None]] = []
-        self._ended: asyncio.Future[str] | None = None
+        self._ended: asyncio.Future[MemberEnd] | None = None
+        self._device = CPU
 
-    async def start(self, start: MemberStart) -> None:
-        """If a process cannot start, `wait_end` returns the reason."""
+    async def start(self, start: MemberStart, device: str = CPU) -> None:
+        """`device`: the member's, for processes with `on_device`. If a process cannot start, `wait_end` returns the
+        reason."""
         self._run_dir = Path(start.run_dir)
+        self._device = device
         self._ended = asyncio.get_running_loop().create_future()
         try:
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,9 +73,9 @@ class Supervisor:
         except OSError as error:
             self._end(f"{self._name} could not be started: {error}")
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> MemberEnd:
         if self._ended is None:
-            return f"{self._name} was not started"
+            return MemberEnd(reason=f"{self._name} was not started")
         return await asyncio.shield(self._ended)
 
     def processes(self) -> tuple[RunningProcess, ...]:
@@ -92,15 +96,16 @@ class Supervisor:
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, exit_code: int | None = None) -> None:
         if self._ended is not None and not self._ended.done():
-            self._ended.set_result(reason)
+            self._ended.set_result(MemberEnd(reason=reason, exit_code=exit_code))
 
     async def _spawn(self, spec: ProcessSpec) -> None:
         self._grace_s[spec.name] = spec.stop_grace_s
+        argv = (*spec.argv, "--device", self._device) if spec.on_device else spec.argv
         with self._log_of(spec.name).open("ab") as log_file:
             self._children[spec.name] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *spec.argv),
+                *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -113,7 +118,8 @@ class Supervisor:
         delay_s = RESTART_DELAY_S
         while True:
             started_s = loop.time()
-            how = _exit_text(await self._children[spec.name].wait())
+            code = await self._children[spec.name].wait()
+            how = _exit_text(code)
             if not spec.restart:
                 break
             log.warning("%s/%s %s; restarting it", self._name, spec.name, how)
@@ -125,7 +131,7 @@ class Supervisor:
             except OSError as error:
                 how = f"could not be restarted: {error}"
                 break
-        self._end(f"{self._name}/{spec.name} {how}{self._log_hint(spec.name)}")
+        self._end(f"{self._name}/{spec.name} {how}{self._log_hint(spec.name)}", code if code >= 0 else None)
 
     def _log_of(self, process: str) -> Path:
         return self._log_dir / f"{self._name}.{process}.log"

@@ -11,7 +11,7 @@ import typer
 
 from cluster.cli.options import planning
 from cluster.cli.options.keys import keys
-from cluster.cli.options.shared import Address, ClusterName, Config, Json, Model, ServedName, Tls
+from cluster.cli.options.shared import Address, ClusterName, Config, Json, Model, ServedName, Settings, Tls
 from cluster.cli.options.trace import traces
 
 # ruff: noqa: PLC0415 (importing gRPC, pydantic, Ray and torch takes seconds)
@@ -88,13 +88,14 @@ def up(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --autoscale: show decisions, but change nothing.")
     ] = False,
+    settings: Settings = None,
 ) -> None:
     """Start a cluster and run it until Ctrl-C. Options override the spec given with --config."""
     from cluster.cli.commands.up import UpFlags, run_up
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name, tls, autoscale, dry_run,
+        redis_url, disaggregation, name, tls, autoscale, dry_run, tuple(settings or ()),
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 
@@ -263,11 +264,11 @@ def replay(
 
 
 @app.command()
-def doctor(config: Config = None, model: Model = None) -> None:
+def doctor(config: Config = None, model: Model = None, settings: Settings = None) -> None:
     """Check ports, memory, shared memory, devices, Redis and the model. Every failure names its fix."""
     from cluster.cli.commands.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(config, model))
+    raise typer.Exit(run_doctor(config, model, settings or ()))
 
 
 planning.add_to(app)

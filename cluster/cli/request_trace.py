@@ -82,7 +82,8 @@ def _totals(attempt: trace_pb2.Attempt) -> list[str]:
     lines = []
     if attempt.bytes:
         how = f"{plural(attempt.pieces, 'piece')}, {plural(attempt.blocks, 'block')}"
-        lines.append(f"moved: {size(attempt.bytes)} in {how}")
+        over = f" over {', '.join(attempt.transports)}" if attempt.transports else ""
+        lines.append(f"moved: {size(attempt.bytes)} in {how}{over}")
     elif attempt.HasField("received"):
         lines.append("moved: nothing, the decode worker had all blocks")
     if attempt.HasField("overlap_share"):

@@ -143,7 +143,7 @@ class Autoscaling:
         for slot, state in zip(slots, states, strict=True):
             if state is not None:
                 loads[slot.role].append(state.load)
-        engine = model.resolved.spec.engine
+        engine = model.resolved.spec.engine_of(Role.DECODE)
         blocks = min((each.blocks.total for each in loads[Role.DECODE] if each.blocks.total), default=1)
         return PoolObservation(
             PoolSizes(*(sum(slot.role is role for slot in slots) for role in (Role.PREFILL, Role.DECODE))),

@@ -27,6 +27,7 @@ from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, free_ports
+from tandem.config.spec import Role
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
@@ -163,7 +164,9 @@ def needed_cpus(cluster: ResolvedCluster) -> float:
     """CPUs that a local Ray cluster offers: those that the spec's workers use. Ray starts a process for each CPU, so
     more would cost; workers added later fit because each rank reserves a fraction only (`Workers.add`)."""
     return sum(
-        pool.workers * pool.tp * model.spec.engine.threads_per_rank for model in cluster.models for pool in model.pools
+        model.spec.pool(role).workers * model.spec.pool(role).tp * model.spec.engine_of(role).threads_per_rank
+        for model in cluster.models
+        for role in Role
     )
 
 
@@ -174,4 +177,4 @@ def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
     missing = [name for name in hosts if not getattr(spec.router, name)]
     ports = free_ports(*(hosts[name] for name in missing))
     router = spec.router.model_copy(update=dict(zip(missing, ports, strict=True)))
-    return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models)
+    return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models, cluster.devices)

@@ -54,8 +54,9 @@ class PoolScaler:
                 members,
                 now[Role.PREFILL] if prefill is None else prefill,
                 now[Role.DECODE] if decode is None else decode,
-                same_width=model.spec.prefill.tp == model.spec.decode.tp,
+                can_change_roles=model.spec.can_change_roles,
                 name_prefix=self._workers.name_prefix(model),
+                taken_ids=self._workers.slots.keys(),
             )
             starts = [each for each in actions if isinstance(each, StartWorker)]
             self._workers.check_room(model, [each.role for each in starts])

@@ -6,7 +6,7 @@ so that capacity never falls below the target, and removals last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tandem.config.spec import Role
@@ -81,24 +81,32 @@ def ratio_split(prefill: int, decode: int, workers: int) -> tuple[int, int]:
 
 
 def plan_change(
-    members: Sequence[PoolMember], prefill: int, decode: int, *, same_width: bool, name_prefix: str
+    members: Sequence[PoolMember],
+    prefill: int,
+    decode: int,
+    *,
+    can_change_roles: bool,
+    name_prefix: str,
+    taken_ids: Collection[str] = (),
 ) -> tuple[PoolChange, ...]:
     """The ordered changes that turn `members` into pools of `prefill` and `decode` workers.
 
     Args:
-        same_width: both pools have the same tensor-parallel width, so workers can change their role.
+        can_change_roles: both roles have the same engine and tensor-parallel width. Without it, workers of one role
+            stop and workers of the other start.
         name_prefix: worker ids are `{name_prefix}{role}-{number}`.
+        taken_ids: of workers that are no members, such as those that were given up.
     """
     check_targets(prefill, decode)
     targets = {Role.PREFILL: prefill, Role.DECODE: decode}
     by_role = {role: sorted(_of(members, role), key=_change_order) for role in targets}
     actions: list[PoolChange] = []
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-        while same_width and len(by_role[role]) < targets[role] and len(by_role[other]) > targets[other]:
+        while can_change_roles and len(by_role[role]) < targets[role] and len(by_role[other]) > targets[other]:
             changed = by_role[other].pop(0)
             by_role[role].append(PoolMember(changed.worker_id, role, changed.busy))
             actions.append(ChangeRole(changed.worker_id, role))
-    taken = {member.worker_id for member in members}
+    taken = {member.worker_id for member in members}.union(taken_ids)
     for role, target in targets.items():
         for _ in range(target - len(by_role[role])):
             worker_id = _unused_id(name_prefix, role, taken)

@@ -87,7 +87,7 @@ class RouterSlot:
         """Returns why the router ended."""
         await self._member.start(self._start)
         self._is_restarting = False
-        return await self._member.wait_end()
+        return (await self._member.wait_end()).reason
 
     async def close(self) -> None:
         """Stops the router. Running requests may finish within its drain timeout; the rest end with an error."""

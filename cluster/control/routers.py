@@ -12,6 +12,7 @@ from cluster.control.router_traces import RouterTraces
 from cluster.control.tasks import raise_failure
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import Role
 from tandem.errors import ConfigError
 from tandem.v1 import trace_pb2
 
@@ -100,6 +101,6 @@ def _served(model: ResolvedModel) -> ServedModel:
         name=model.spec.served_name,
         model_dir=str(model.folder),
         model_fingerprint=model.fingerprint,
-        block_tokens=model.spec.engine.block_tokens,
+        block_tokens=model.spec.engine_of(Role.DECODE).block_tokens,
         max_model_tokens=model.max_model_tokens,
     )

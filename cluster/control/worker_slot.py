@@ -10,20 +10,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.backends.supervisor import python
 from cluster.spec.resolve import ResolvedModel
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, PoolSpec, Role
 from tandem.v1 import cluster_pb2
+from worker.exit_codes import GPU_LOST_EXIT_CODE
 
 log = logging.getLogger(__name__)
 
 FAILED_STARTS = 3  # a worker that ends so often without becoming ready is given up
+FAILED_GPU_STARTS = 5
 MAX_BACKOFF_S = 10.0
+RANK_GRACE_S = 1.5  # a rank stops between two steps; one that hangs with a lost peer never does
 STABLE_S = 10.0  # a worker that was ready for so long restarts without backoff
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
+
+
+def _is_gpu_loss(end: MemberEnd) -> bool:
+    return end.exit_code == GPU_LOST_EXIT_CODE
 
 
 def new_epoch() -> int:
@@ -78,7 +85,8 @@ class WorkerSlot:
         self._failures = 0
         self._was_ever_ready = False
         self._ready_since_s: float | None = None
-        self._restart_reason: asyncio.Future[str] | None = None  # resolved by `restart`
+        self._gpu_losses = 0  # starts in a row that failed on a GPU
+        self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`
 
     async def run(self) -> None:
         """Runs one epoch after another until cancelled or given up."""
@@ -98,7 +106,7 @@ class WorkerSlot:
     @property
     def pool(self) -> PoolSpec:
         """The pool of its role."""
-        return self.model.spec.prefill if self.role is Role.PREFILL else self.model.spec.decode
+        return self.model.spec.pool(self.role)
 
     def accepts(self, epoch: int) -> bool:
         return epoch == self.epoch and self.state is not WorkerState.FAILED
@@ -106,6 +114,7 @@ class WorkerSlot:
     def registered(self, info: cluster_pb2.WorkerInfo) -> None:
         self.info = info
         self._was_ever_ready = True
+        self._gpu_losses = 0
         self.state, self.reason = WorkerState.READY, ""
         self._ready_since_s = asyncio.get_running_loop().time()
         self._on_change(self)
@@ -118,44 +127,58 @@ class WorkerSlot:
     def restart(self, reason: str) -> None:
         """Ends the running epoch; the next one starts after the usual backoff."""
         if self._restart_reason is not None and not self._restart_reason.done():
-            self._restart_reason.set_result(reason)
+            self._restart_reason.set_result(MemberEnd(reason=reason))
 
     async def processes(self) -> list[RunningProcess]:
         found = await asyncio.gather(*(member.processes() for member in self._members))
         return [process for member in found for process in member]
 
-    async def _run_epoch(self) -> str:
+    async def _run_epoch(self) -> MemberEnd:
         """Returns why the epoch ended."""
         launch = self._launch()
         await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
         self._restart_reason = asyncio.get_running_loop().create_future()
-        ends: list[asyncio.Future[str]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
+        ends: list[asyncio.Future[MemberEnd]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
         ends.append(self._restart_reason)
         timeout_s = self._settings.spec.control.start_timeout_s
         try:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self.state is not WorkerState.READY and not any(end.done() for end in ends):
-                return f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
+                return MemberEnd(
+                    reason=f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
+                )
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return min(end.result() for end in done)
+            return min((end.result() for end in done), key=lambda end: (not _is_gpu_loss(end), end.reason))
         finally:
             for end in ends:
                 end.cancel()
 
-    def _epoch_ended(self, reason: str) -> None:
+    def _epoch_ended(self, end: MemberEnd) -> None:
         self.info = None
         self.drain = cluster_pb2.DRAIN_NONE
         if self.state is WorkerState.FAILED:
             return  # the reason of the refusal says more
-        self.reason = reason
+        self.reason = end.reason
         self.epoch = new_epoch()
         self.restarts += 1
         self._failures = 1 if self._was_stable() else self._failures + 1
+        self._gpu_losses += self._ready_since_s is None and _is_gpu_loss(end)
         self._ready_since_s = None
-        given_up = not self._was_ever_ready and self._failures >= FAILED_STARTS
+        given_up = self._cannot_start()
         self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
-        log.warning("%s ended: %s", self.worker_id, reason)
+        log.warning("%s ended: %s", self.worker_id, self.reason)
         self._on_change(self)
+
+    def _cannot_start(self) -> bool:
+        """A worker that was ready once is restarted for ever, except on a dead GPU. It keeps that GPU reserved, so that
+        no other worker starts there."""
+        if self._gpu_losses >= FAILED_GPU_STARTS:
+            self.reason = (
+                f"{self._gpu_losses} starts in a row failed on its GPU, which stays reserved: repair it, or remove "
+                f"the worker (`tandem drain {self.worker_id}`); {self.reason}"
+            )
+            return True
+        return not self._was_ever_ready and self._failures >= FAILED_STARTS
 
     def _was_stable(self) -> bool:
         """A worker that ends right after it became ready restarts with growing backoff."""
@@ -173,6 +196,7 @@ class WorkerSlot:
             epoch=self.epoch,
             role=self.role,
             model=self.model.spec,
+            engine=self.model.spec.engine_of(self.role),
             model_dir=str(self.model.folder),
             transfer=spec.transfer,
             controller_address=self._settings.controller_address,
@@ -185,7 +209,7 @@ class WorkerSlot:
 
     def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
         launch_file = f"{launch.run_dir}/launch.json"
-        threads = str(self.model.spec.engine.threads_per_rank)
+        threads = str(launch.engine.threads_per_rank)
         # Idle OpenMP threads spin for about 50 µs, then sleep: other processes need the cores too.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "1000"}
         processes = [
@@ -194,11 +218,14 @@ class WorkerSlot:
                 argv=python("kvtransfer.agent", *_agent_options(launch, rank)),
                 env=AGENT_ENV,
                 restart=True,
+                # An agent of a GPU uses NCCL across hosts, one of host memory gloo: both ends of a link need the same.
             ),
             ProcessSpec(
                 name=f"rank-{rank}",
                 argv=python("cluster.backends.rank_process", "--launch", launch_file, "--rank", str(rank)),
                 env=env,
+                stop_grace_s=RANK_GRACE_S,
+                on_device=True,
             ),
         ]
         if rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import grpc.aio
 
@@ -13,7 +14,8 @@ from cluster.control.directory import Directory
 from cluster.control.tasks import raise_failure, run_together
 from cluster.control.worker_slot import ROLES, EpochSettings, WorkerSlot, WorkerState
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
-from tandem.config.spec import Role
+from kvtransfer.control import REACHABLE, LinkState
+from tandem.config.spec import EngineSpec, Role
 from tandem.errors import ConfigError, TandemError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
@@ -70,11 +72,10 @@ class Workers:
         """Starts every worker of the spec. Raises ConfigError if one has no room."""
         self._settings = settings
         starts = []
-        for model in self._models:
+        for model, role in sorted(product(self._models, Role), key=_gpu_share, reverse=True):
             prefix = self.name_prefix(model)
-            for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
-                names = [f"{prefix}{role.value}-{number}" for number in range(pool.workers)]
-                starts += [self.add(name, role, model) for name in names]
+            names = [f"{prefix}{role.value}-{number}" for number in range(model.spec.pool(role).workers)]
+            starts += [self.add(name, role, model) for name in names]
         await run_together(*starts)
 
     async def close(self) -> None:
@@ -103,12 +104,12 @@ class Workers:
                 continue
             state = await self.state(slot)
             links = state.links if state is not None else []
-            refused = [link for link in links if link.state == "refused"]
+            refused = [link for link in links if link.state == LinkState.REFUSED]
             if refused:
                 raise ConfigError(f"{slot.worker_id} cannot reach {refused[0].peer_worker}: {refused[0].reason}")
-            ready = {link.peer_worker for link in links if link.state == "ready"}
+            ready = {link.peer_worker for link in links if link.state in REACHABLE}
             peers = {s.worker_id for s in self.slots.values() if s.role is Role.DECODE and s.model is slot.model}
-            if peers - ready or any(link.state != "ready" for link in links):
+            if peers - ready or any(link.state not in REACHABLE for link in links):
                 return f"links from {slot.worker_id}"
         return ""
 
@@ -118,9 +119,8 @@ class Workers:
         """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
         if self._settings is None:
             raise ConfigError(f"{worker_id}: expected a started cluster: a worker can be added only after the start")
-        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
-        resources = _rank_resources(model, own_ray=self._spec.control.ray_address is None)
-        members = await self._backend.place(worker_id, [resources] * pool.tp)
+        resources = _rank_resources(model.spec.engine_of(role), own_ray=self._spec.control.ray_address is None)
+        members = await self._backend.place(worker_id, [resources] * model.spec.pool(role).tp)
         slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed)
         self.slots[worker_id] = slot
         self.directory.put_place(_place(slot))
@@ -190,7 +190,7 @@ class Workers:
 
     def check_room(self, model: ResolvedModel, roles: Sequence[Role]) -> None:
         """Raises ConfigError or InsufficientMemory if the devices cannot hold these additional workers."""
-        if model.spec.engine.device == "cpu" and self._spec.control.ray_address is None:
+        if self._spec.control.ray_address is None:
             check_memory_for(model, roles)
 
 
@@ -204,7 +204,13 @@ def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
     )
 
 
-def _rank_resources(model: ResolvedModel, *, own_ray: bool) -> Resources:
-    engine = model.spec.engine
+def _gpu_share(pool: tuple[ResolvedModel, Role]) -> float:
+    """Sort key of a pool: large shares of a GPU are placed first, as `resolve_devices` checks them."""
+    model, role = pool
+    engine = model.spec.engine_of(role)
+    return engine.device_share if engine.on_gpu else 0.0
+
+
+def _rank_resources(engine: EngineSpec, *, own_ray: bool) -> Resources:
     cpus = engine.threads_per_rank / (SHARED_CPUS if own_ray else 1)
-    return Resources(cpus=cpus, gpus=1.0 if engine.device.startswith("cuda") else 0.0)
+    return Resources(cpus, engine.device_share if engine.on_gpu else 0.0, engine.device)

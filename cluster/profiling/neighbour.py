@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.profiling.profiler import Grid, Profiler, build_alone
-from tandem.config.spec import ModelSpec
+from tandem.config.spec import EngineSpec
 from tandem.errors import UnavailableError
 
 READY = "ready"
@@ -22,9 +22,9 @@ END_TIMEOUT_S = 30.0  # enough for a few steps of a large model
 
 
 @contextmanager
-def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
+def neighbours(count: int, folder: Path, engine: EngineSpec) -> Iterator[None]:
     """Runs `count` neighbours inside the context. Raises UnavailableError."""
-    command = [sys.executable, "-P", "-m", __name__, str(folder), spec.model_dump_json()]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), engine.model_dump_json()]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
     ]
@@ -45,13 +45,13 @@ def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster.profiling.neighbour")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("spec")
+    parser.add_argument("engine")
     options = parser.parse_args()
-    spec = ModelSpec.model_validate_json(options.spec)
+    engine = EngineSpec.model_validate_json(options.engine)
     ended = threading.Event()
     threading.Thread(target=_wait_stdin_closed, args=(ended,), daemon=True).start()
-    with build_alone(options.folder, spec) as rank:
-        profiler = Profiler(rank, spec, Grid())
+    with build_alone(options.folder, engine) as rank:
+        profiler = Profiler(rank, engine, Grid())
         profiler.mixed_s()
         print(READY, flush=True)
         while not ended.is_set():

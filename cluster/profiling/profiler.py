@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from planner.fitted import DecodePoint, PrefillPoint
-from tandem.config.spec import ModelSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
@@ -48,18 +48,18 @@ class _NullExporter:
 
 
 @contextmanager
-def build_alone(folder: Path, spec: ModelSpec) -> Iterator[Rank]:
+def build_alone(folder: Path, spec: EngineSpec) -> Iterator[Rank]:
     """Builds a single rank. Raises ConfigError, CheckpointError."""
     with tempfile.TemporaryDirectory() as scratch:
         yield build_rank(
-            folder, spec.engine, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NullExporter()
+            folder, spec, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NullExporter()
         )
 
 
 class Profiler:
     """Medians of the step times of one engine, in seconds. Each chunk budget gets a new scheduler."""
 
-    def __init__(self, rank: Rank, spec: ModelSpec, grid: Grid) -> None:
+    def __init__(self, rank: Rank, spec: EngineSpec, grid: Grid) -> None:
         self._rank, self._spec, self._grid = rank, spec, grid
         self._numbers = count()
         self._capacity = rank.layout.num_blocks * rank.layout.block_tokens

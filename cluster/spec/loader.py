@@ -44,6 +44,23 @@ def load_spec(
     return _validated(_read(path) if path is not None else {}, flags or {}, environ)
 
 
+def assignments(texts: Sequence[str]) -> dict[str, object]:
+    """`flags` of `load_spec` from texts such as `models.0.prefill.engine.dtype=bfloat16`. Values are YAML.
+
+    Raises ConfigError.
+    """
+    found: dict[str, object] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not (path and equals):
+            raise ConfigError(
+                f"--set: expected KEY=VALUE, such as models.0.prefill.engine.dtype=bfloat16, got {text!r}",
+                field="--set",
+            )
+        found[path] = _value("--set", value)
+    return found
+
+
 def spec_of_text(
     text: str, fallbacks: Mapping[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> ClusterSpec:

@@ -13,16 +13,18 @@ from pathlib import Path
 import psutil
 
 from cluster.spec.check_tls import check_tls
+from cluster.spec.gpus import GpuProbe, probe_gpus, resolve_devices
 from cluster.spec.redis_probe import check_redis
-from kvtransfer.session.reshard import reshard_plan
+from kvtransfer.session.reshard import check_compatible
 from kvtransfer.transports.factory import check_available
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from router.auth.sources import KeySources
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
 from tandem.clock import SystemClock
-from tandem.config.spec import ClusterSpec, ModelSpec, PoolSpec, Role
-from tandem.errors import ConfigError, InsufficientMemory, PortInUse
+from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role
+from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.text.words import plural
 
@@ -41,22 +43,22 @@ class ResolvedModel:
     fingerprint: str
 
     @property
-    def pools(self) -> tuple[PoolSpec, PoolSpec]:
-        return self.spec.prefill, self.spec.decode
-
-    @property
     def max_model_tokens(self) -> int:
+        """Of a request, which workers of both roles must be able to hold."""
         limit = self.config.max_position_tokens
-        return min(self.spec.engine.max_model_tokens or limit, limit)
+        return min(limit, *(self.spec.engine_of(role).max_model_tokens or limit for role in Role))
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCluster:
+    """`devices`: ordinals of the GPUs of this machine that workers use."""
+
     spec: ClusterSpec
     models: tuple[ResolvedModel, ...]
+    devices: tuple[int, ...] = ()
 
 
-def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
+def resolve(spec: ClusterSpec, progress: Progress, probe: GpuProbe = probe_gpus) -> ResolvedCluster:
     """Raises ConfigError or a subclass, with the field, what was expected and what to do."""
     check_ports(spec)
     check_transfer(spec)
@@ -68,7 +70,7 @@ def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     models = resolve_models(spec, progress, fetch=True)
     if spec.control.ray_address is None:
         check_memory(models)
-    return ResolvedCluster(spec, models)
+    return ResolvedCluster(spec, models, resolve_devices(spec, probe))
 
 
 def resolve_models(spec: ClusterSpec, progress: Progress, *, fetch: bool) -> tuple[ResolvedModel, ...]:
@@ -91,19 +93,71 @@ def _locate(source: str, progress: Progress, fetch: bool) -> Path:
 def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> ResolvedModel:
     folder = _locate(spec.source, progress, fetch)
     config = ModelConfig.load(folder)
-    for name, pool in (("prefill.tp", spec.prefill), ("decode.tp", spec.decode)):
-        if pool.workers:
-            config.check_tp(pool.tp, name)
-    if spec.prefill.workers:
-        reshard_plan(spec.prefill.tp, spec.decode.tp, config.kv_heads)
-    limit = config.max_position_tokens
-    if spec.engine.max_model_tokens is not None and spec.engine.max_model_tokens > limit:
-        raise ConfigError(
-            f"engine.max_model_tokens: expected at most {limit} (the model's context), "
-            f"got {spec.engine.max_model_tokens}",
-            field="engine.max_model_tokens",
-        )
+    for role in Role:
+        if spec.pool(role).workers:
+            config.check_tp(spec.pool(role).tp, f"{role}.tp")
+        _check_context(spec, role, config.max_position_tokens)
+    check_handoff(spec, config)
     return ResolvedModel(spec, folder, config, fingerprint(folder))
+
+
+def _check_context(spec: ModelSpec, role: Role, limit: int) -> None:
+    given = spec.engine_of(role).max_model_tokens
+    if given is not None and given > limit:
+        field = spec.engine_field(role, "max_model_tokens")
+        raise ConfigError(f"{field}: expected at most {limit} (the model's context), got {given}", field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoleLayout:
+    """A role's `kvtransfer.session.reshard.KvShape`, as far as it follows from the configuration."""
+
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    tp: int
+    model_fingerprint: str = ""
+    adapter: str = ""
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL_VERSION
+
+
+def check_handoff(spec: ModelSpec, config: ModelConfig) -> None:
+    """Raises ConfigError naming the field if workers of the two roles cannot exchange KV blocks."""
+    prefill, decode = (_role_layout(spec, role, config) for role in Role)
+    try:
+        check_compatible(prefill, decode)
+    except IncompatiblePools as error:
+        if error.field is None:  # the widths, which the message names
+            raise
+        raise _handoff_refusal(spec, error.field) from None
+
+
+def _role_layout(spec: ModelSpec, role: Role, config: ModelConfig) -> _RoleLayout:
+    engine = spec.engine_of(role)
+    pool = spec.pool(role) if spec.pool(role).workers else spec.decode
+    head_dim = cell_width(config.head_dim, engine.pool_dtype)
+    return _RoleLayout(engine.pool_dtype, config.layers, config.kv_heads, head_dim, engine.block_tokens, pool.tp)
+
+
+def _handoff_refusal(spec: ModelSpec, property_name: str) -> ConfigError:
+    """`property_name`: of a KV layout. It differs because the roles' engines differ."""
+    prefill, decode = (spec.engine_of(role) for role in Role)
+    names = ("block_tokens",) if property_name == "block_tokens" else ("kv_dtype", "dtype")
+    name = next(each for each in names if getattr(prefill, each) != getattr(decode, each))
+    ours, theirs = getattr(prefill, name), getattr(decode, name)
+    role = Role.PREFILL if getattr(spec.prefill.engine, name) is not None else Role.DECODE
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    given, wanted = (ours, theirs) if role is Role.PREFILL else (theirs, ours)
+    pools = "" if name == "block_tokens" else f" (KV pools of {prefill.pool_dtype} and {decode.pool_dtype})"
+    field = spec.engine_field(role, name)
+    return ConfigError(
+        f"{field}: expected {wanted}, as on {other} workers, because handoffs need the same KV layout on both sides, "
+        f"got {given}{pools}: remove it, or set the same value for both roles",
+        field=field,
+    )
 
 
 def check_ports(spec: ClusterSpec) -> None:
@@ -181,28 +235,26 @@ def _family(host: str) -> socket.AddressFamily:
 def needed_bytes(model: ResolvedModel) -> int:
     """Host memory of the model's workers, in bytes. On CPU: weights in their dtype, pools, host tiers and processes. On
     GPUs: host tiers only."""
-    if model.spec.engine.device != "cpu":
-        return sum(pool.workers * pool.tp for pool in model.pools) * model.spec.engine.host_kv_memory_bytes
-    return sum(pool.workers * _worker_bytes(model, pool.tp) for pool in model.pools)
+    return sum(model.spec.pool(role).workers * _worker_bytes(model, role) for role in Role)
 
 
-def _worker_bytes(model: ResolvedModel, tp: int) -> int:
-    rank_bytes = _pool_bytes(model, tp) + model.spec.engine.host_kv_memory_bytes + PROCESS_BYTES
-    return _weight_bytes(model) + tp * rank_bytes
+def _worker_bytes(model: ResolvedModel, role: Role) -> int:
+    engine, tp = model.spec.engine_of(role), model.spec.pool(role).tp
+    if engine.on_gpu:
+        return tp * engine.host_kv_memory_bytes
+    rank_bytes = _pool_bytes(model, engine, tp) + engine.host_kv_memory_bytes + PROCESS_BYTES
+    return _weight_bytes(model, engine) + tp * rank_bytes
 
 
-def _weight_bytes(model: ResolvedModel) -> int:
+def _weight_bytes(model: ResolvedModel, engine: EngineSpec) -> int:
     """Weights of one worker, over all its ranks."""
     stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
-    return stored * DTYPE_BYTES[model.spec.engine.dtype] // _stored_element_bytes(model)
+    return stored * DTYPE_BYTES[engine.dtype] // _stored_element_bytes(model)
 
 
 def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
     """Raises InsufficientMemory if this machine has no memory for one more worker of each of `roles`."""
-    needed = 0
-    for role in roles:
-        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
-        needed += _worker_bytes(model, pool.tp)
+    needed = sum(_worker_bytes(model, role) for role in roles)
     if needed > (available := available_bytes()):
         raise InsufficientMemory(
             f"{plural(len(roles), 'more worker')}: about {needed >> 20} MiB are needed and {available >> 20} MiB are "
@@ -211,17 +263,17 @@ def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
         )
 
 
-def _pool_bytes(model: ResolvedModel, tp: int) -> int:
-    engine, config = model.spec.engine, model.config
+def _pool_bytes(model: ResolvedModel, engine: EngineSpec, tp: int) -> int:
+    config = model.config
     if engine.kv_blocks is None:
-        return engine.kv_memory_bytes
+        return engine.cpu_pool_bytes
     cell_bytes = cell_width(config.head_dim, engine.pool_dtype) * DTYPE_BYTES[engine.pool_dtype]
     return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
 
 
 def _kv_fields(*models: ResolvedModel) -> str:
     """The fields that reduce KV memory."""
-    tiers = any(model.spec.engine.host_kv_memory_bytes for model in models)
+    tiers = any(model.spec.engine_of(role).host_kv_memory_bytes for model in models for role in Role)
     return "engine.kv_memory_bytes or engine.host_kv_memory_bytes" if tiers else "engine.kv_memory_bytes"
 
 

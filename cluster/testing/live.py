@@ -197,6 +197,7 @@ class LiveWorkers:
             epoch=epoch,
             role=role,
             model=model,
+            engine=model.engine_of(role),
             model_dir=model.source,
             transfer=transfer,
             controller_address=self.controller_address,

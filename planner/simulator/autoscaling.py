@@ -47,7 +47,7 @@ class SimAutoscaler:
             (total, total),
             (prefill, total if spec.prefill.max is None else spec.prefill.max),
             (spec.decode.min or 1, total if spec.decode.max is None else spec.decode.max),
-            setup.prefill is not None and setup.prefill.tp == setup.decode.tp,
+            setup.can_change_roles and setup.prefill is not None and setup.prefill.tp == setup.decode.tp,
         )
         self.role_changes: list[tuple[float, int, int]] = []
         self._policy = Autoscaler(spec, limits, objectives)
@@ -92,7 +92,7 @@ class SimAutoscaler:
         capability = Capability(
             fleet.pace(Role.PREFILL).pace(),
             fleet.pace(Role.DECODE).pace(),
-            self._setup.max_running_requests,
+            self._setup.decode.max_running_requests or self._setup.max_running_requests,
             self._setup.decode.kv_tokens,
             LocalPrompts.of(self._setup.router),
         )

@@ -16,7 +16,7 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
 from router.observe.paces import Paces
-from router.policies.named_policies import policy_profile
+from router.policies.placement import named_policy
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
@@ -44,7 +44,7 @@ class SimCluster:
         measurements.subscribe(facts)
         Paces(self.fleet).subscribe(facts)
         self.core = RequestCore(
-            setup.router, policy_profile(setup.router), self.fleet, self.cache.mirror, loop, self, facts
+            setup.router, named_policy(setup.router), self.fleet, self.cache.mirror, loop, self, facts
         )
         self._workers = FrameHandler(setup, loop, self._hashes, self._send_event, self._last_token_s)
         self._next_pump_s: float | None = None
@@ -83,7 +83,7 @@ class SimCluster:
             self._pump_at(due_s)
 
     def pump_soon(self) -> None:
-        if len(self.core.admission):
+        if len(self.core.queue):
             self._pump_at(self._loop.now_s())
 
     def _pump_at(self, at_s: float) -> None:

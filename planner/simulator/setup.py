@@ -18,12 +18,14 @@ NETWORK_S = 0.0003  # one frame between router and worker
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """All workers of one role. `kv_tokens`: capacity of one worker's KV pool."""
+    """All workers of one role. `kv_tokens`: capacity of one worker's KV pool. Limits that are None are the setup's."""
 
     workers: int
     tp: int
     cost: CostModel
     kv_tokens: int
+    max_running_requests: int | None = None
+    max_step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _wrong_fault(text: str) -> ConfigError:
 class Setup:
     """`block_tokens`: block size of the simulation, which may be larger than the engine's. `layers`, `kv_token_bytes`:
     of the model, all ranks together. `prefill` None: an aggregated cluster. `host`: the host that all workers share;
-    None: each has its own hardware."""
+    None: each has its own hardware. `can_change_roles`: workers of both roles are alike."""
 
     prefill: PoolSetup | None
     decode: PoolSetup
@@ -100,6 +102,7 @@ class Setup:
     faults: tuple[Fault, ...] = ()
     autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)
     host: HostCores | None = None
+    can_change_roles: bool = True
 
     def pools(self) -> list[tuple[Role, PoolSetup]]:
         pools = [(Role.DECODE, self.decode)]

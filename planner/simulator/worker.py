@@ -72,8 +72,8 @@ class SimWorker:
         self.scheduler = RepeatingScheduler(
             self.blocks,
             setup.block_tokens,
-            setup.max_running_requests,
-            setup.max_step_tokens,
+            pool.max_running_requests or setup.max_running_requests,
+            pool.max_step_tokens or setup.max_step_tokens,
             setup.max_model_tokens,
             caches=setup.caches,
         )

@@ -114,6 +114,7 @@ def _attempt_attributes(attempt: Attempt) -> dict[str, str | int | float | bool]
         found |= {
             "tandem.handoff.bytes": done.bytes,
             "tandem.handoff.blocks": done.blocks,
+            "tandem.handoff.transports": ", ".join(done.transports),
             "tandem.handoff.pieces": done.pieces,
         }
     if attempt.sent is not None and (share := overlap_share(attempt.sent.done)) is not None:

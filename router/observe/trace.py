@@ -294,6 +294,7 @@ def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
     if attempt.received is not None:
         done = attempt.received.done
         wire.bytes, wire.blocks, wire.pieces = done.bytes, done.blocks, done.pieces
+        wire.transports.extend(done.transports)
         wire.received.CopyFrom(done.received)
     if attempt.sent is not None:
         done = attempt.sent.done

@@ -16,7 +16,7 @@ from tandem.config.auth import AuthSpec
 from tandem.config.frozen import Frozen
 from tandem.config.log_format import LogFormat
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config.spec import EngineSpec, ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
 from tandem.errors import ConfigError
 
 AUTO_HOST = "auto"
@@ -30,6 +30,7 @@ class WorkerLaunch(Frozen):
     epoch: int
     role: Role
     model: ModelSpec
+    engine: EngineSpec  # of the role: `model.engine_of(role)`
     model_dir: str
     transfer: TransferSpec
     controller_address: str
@@ -39,9 +40,15 @@ class WorkerLaunch(Frozen):
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
 
+    def on_device(self, device: str | None) -> WorkerLaunch:
+        """The launch of one rank, on its own device. None: as in `engine`."""
+        if device is None:
+            return self
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"device": device})})
+
     @property
     def tp(self) -> int:
-        return (self.model.prefill if self.role is Role.PREFILL else self.model.decode).tp
+        return self.model.pool(self.role).tp
 
     @cached_property
     def bind_host(self) -> str:

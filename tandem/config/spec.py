@@ -7,9 +7,17 @@ nothing changes it afterwards. The defaults are what `tandem up` runs.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    create_model,
+    model_serializer,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from tandem.config.auth import AuthSpec
 from tandem.config.autoscaler import AutoscalerSpec
@@ -21,6 +29,7 @@ Count = Annotated[int, Field(ge=0, le=4096)]
 PositiveCount = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_MODEL = "smollm2-135m"
+_CPU_POOL_BYTES = 512 << 20
 
 
 class Role(StrEnum):
@@ -28,17 +37,14 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-class PoolSpec(Frozen):
-    """All workers of one role."""
-
-    workers: Count = Field(1, description="Number of workers of this role.")
-    tp: PositiveCount = Field(1, description="Tensor-parallel ranks of each worker.")
-
-
 class EngineSpec(Frozen):
     """Settings of one worker's engine. Device `cpu` works on every machine."""
 
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field("cpu", description="Device of a rank.")
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
+        "cpu",
+        description="Device of a rank. cuda: the controller or Ray chooses a GPU for each rank. cuda:N: the GPU with "
+        "this ordinal, for workers of one rank without Ray.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of activations.")
     weights: Literal["dense", "int8", "int4", "fp8"] = Field(
         "dense",
@@ -62,8 +68,13 @@ class EngineSpec(Frozen):
     kv_blocks: Annotated[int, Field(ge=8)] | None = Field(
         None, description="KV blocks of each rank's pool; unset: as many as kv_memory_bytes holds."
     )
-    kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
-        512 << 20, description="Memory of each rank's KV pool, unless kv_blocks is set."
+    kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] | None = Field(
+        None,
+        description="Memory of each rank's KV pool, unless kv_blocks is set. Unset: 512 MiB on a CPU; on a GPU what "
+        "device_share leaves after weights, activations and work space.",
+    )
+    device_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Share of the device's memory that a rank may use; several ranks share a GPU."
     )
     host_kv_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         0, description="Host memory of each rank for KV blocks evicted from its pool; 0: none."
@@ -82,9 +93,64 @@ class EngineSpec(Frozen):
         None, description="Peak of one rank's device, the base of MBU; unset: measured at start."
     )
 
+    @model_validator(mode="after")
+    def _share_is_of_a_gpu(self) -> EngineSpec:
+        if self.device == "cpu" and self.device_share < 1:
+            raise ValueError(
+                "device_share: expected 1 with device cpu, whose memory is limited by kv_memory_bytes, got "
+                f"{self.device_share}"
+            )
+        return self
+
     @property
     def pool_dtype(self) -> str:
         return {"auto": self.dtype, "int8": "int8", "fp8": "float8_e4m3"}[self.kv_dtype]
+
+    @property
+    def cpu_pool_bytes(self) -> int:
+        """Memory of a KV pool on a CPU, unless kv_blocks is set."""
+        return self.kv_memory_bytes or _CPU_POOL_BYTES
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def _optional(field: FieldInfo) -> Any:
+    kind: Any = field.annotation
+    for limit in field.metadata:
+        kind = Annotated[kind, limit]
+    return kind | None, Field(None, description=field.description)
+
+
+class _SetKeys(Frozen):
+    """Serialises only the keys that are set."""
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialise(self).items() if value is not None}
+
+
+if TYPE_CHECKING:
+
+    class EngineOverrides(_SetKeys):
+        """The keys of `EngineSpec`, all optional."""
+else:
+    EngineOverrides = create_model(
+        "EngineOverrides",
+        __base__=_SetKeys,
+        __module__=__name__,
+        __doc__="The keys of `models[].engine` for one role. An unset key has the value there.",
+        **{name: _optional(field) for name, field in EngineSpec.model_fields.items()},
+    )
+
+
+class PoolSpec(Frozen):
+    """All workers of one role."""
+
+    workers: Count = Field(1, description="Number of workers of this role.")
+    tp: PositiveCount = Field(1, description="Tensor-parallel ranks of each worker.")
+    engine: EngineOverrides = EngineOverrides()
 
 
 class ModelSpec(Frozen):
@@ -104,6 +170,44 @@ class ModelSpec(Frozen):
             raise ValueError("decode.workers: expected at least 1 (zero prefill workers make the cluster aggregated)")
         return self
 
+    @model_validator(mode="after")
+    def _engines_are_valid(self) -> ModelSpec:
+        for role in Role:
+            try:
+                self.engine_of(role)
+            except ValidationError as error:
+                (first, *_) = error.errors()
+                raise ValueError(f"{role}.engine: {first['msg'].removeprefix('Value error, ')}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _a_pinned_gpu_holds_one_rank(self) -> ModelSpec:
+        for role in Role:
+            device, tp = self.engine_of(role).device, self.pool(role).tp
+            if ":" in device and tp > 1:
+                raise ValueError(
+                    f"{self.engine_field(role, 'device')}: expected cuda for workers of {tp} ranks ({role}.tp), which "
+                    f"need {tp} GPUs, got {device}"
+                )
+        return self
+
+    def pool(self, role: Role) -> PoolSpec:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def engine_of(self, role: Role) -> EngineSpec:
+        """The role's engine: `engine`, and on top of it what the role's pool sets."""
+        return EngineSpec(**(self.engine.model_dump() | self.pool(role).engine.model_dump()))
+
+    def engine_field(self, role: Role, name: str) -> str:
+        """The dotted field that sets `name` for the role: `prefill.engine.dtype`, or `engine.dtype`."""
+        return f"{role}.engine.{name}" if getattr(self.pool(role).engine, name) is not None else f"engine.{name}"
+
+    @property
+    def can_change_roles(self) -> bool:
+        """Whether a worker of one role can take the other: both have the same width and engine."""
+        same_engine = self.engine_of(Role.PREFILL) == self.engine_of(Role.DECODE)
+        return same_engine and self.prefill.tp == self.decode.tp
+
     @property
     def served_name(self) -> str:
         return self.name or self.source.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -112,7 +216,8 @@ class ModelSpec(Frozen):
 class TransportKind(StrEnum):
     AUTO = "auto"
     MAPPED = "mapped"
-    PROCESS_GROUP = "process_group"
+    NCCL = "nccl"
+    PROCESS_GROUP = "process_group"  # gloo
     TCP = "tcp"
     NIXL = "nixl"
 
@@ -159,7 +264,9 @@ class WireDtype(StrEnum):
 
 class TransferSpec(Frozen):
     transport: TransportKind = Field(
-        TransportKind.AUTO, description="auto: mapped within a host; across hosts process_group, or tcp if TLS is set."
+        TransportKind.AUTO,
+        description="auto: the fastest that works between two workers: mapped (shared memory or CUDA IPC, within a "
+        "host), nixl (RDMA, if installed), nccl (between GPUs), tcp. With TLS: mapped or tcp. process_group is gloo.",
     )
     tls: TlsSpec | None = Field(
         None, description="Mutual TLS 1.3 on every TCP connection of the KV plane; unset: security.tls."
@@ -190,7 +297,7 @@ class TransferSpec(Frozen):
 
     @property
     def can_encrypt(self) -> bool:
-        return self.transport not in (TransportKind.PROCESS_GROUP, TransportKind.NIXL)
+        return self.transport in (TransportKind.AUTO, TransportKind.MAPPED, TransportKind.TCP)
 
 
 class Disaggregation(StrEnum):
@@ -338,6 +445,11 @@ class ControlSpec(Frozen):
     ray_address: str | None = Field(
         None, description="Address of a running Ray cluster; unset: start one on this machine."
     )
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=64)] | None = Field(
+        None,
+        description="Ordinals of this machine's GPUs that workers may use, as CUDA_VISIBLE_DEVICES leaves them; unset: "
+        "all. Not with ray_address: there each node has its own CUDA_VISIBLE_DEVICES.",
+    )
     admin_host: str = Field("127.0.0.1", description="Address of the controller's admin port.")
     admin_port: Port = Field(50052, description="Admin API for `tandem status` and similar commands; 0: any free port.")
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -348,6 +460,33 @@ class ControlSpec(Frozen):
         description="A worker that is removed or restarted waits this long for its requests to end or move. "
         "The remaining requests then migrate, as after the loss of a worker.",
     )
+
+    @model_validator(mode="after")
+    def _devices_are_of_this_machine(self) -> ControlSpec:
+        if self.devices is None:
+            return self
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"control.devices: expected different ordinals, got {list(self.devices)}")
+        if self.ray_address is not None:
+            raise ValueError(
+                "control.devices: expected none with control.ray_address: set CUDA_VISIBLE_DEVICES for `ray start`"
+            )
+        return self
+
+
+def _check_ray_device(model: ModelSpec, role: Role, engine: EngineSpec) -> None:
+    """Ray chooses the GPUs. It may give two shares of one GPU to one worker, whose ranks need different ones."""
+    if ":" in engine.device:
+        raise ValueError(
+            f"{model.engine_field(role, 'device')}: expected cuda with control.backend ray, which chooses the GPU, got "
+            f"{engine.device}: use cuda, or control.backend subprocess"
+        )
+    if engine.on_gpu and model.pool(role).tp > 1 and engine.device_share <= 0.5:
+        raise ValueError(
+            f"{model.engine_field(role, 'device_share')}: expected more than 0.5 for workers of {model.pool(role).tp} "
+            f"ranks ({role}.tp) with control.backend ray, which may place two smaller shares on one GPU, got "
+            f"{engine.device_share:g}: raise it, or use control.backend subprocess or tp 1"
+        )
 
 
 class ClusterSpec(Frozen):
@@ -369,6 +508,16 @@ class ClusterSpec(Frozen):
         names = [model.served_name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models: expected different names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _devices_can_be_assigned(self) -> ClusterSpec:
+        pools = [(model, role, model.engine_of(role)) for model in self.models for role in Role]
+        if self.control.devices is not None and not any(engine.on_gpu for _, _, engine in pools):
+            raise ValueError("control.devices: expected together with engine.device cuda; all workers run on the CPU")
+        if self.control.backend == "ray":
+            for model, role, engine in pools:
+                _check_ray_device(model, role, engine)
         return self
 
     @model_validator(mode="after")

@@ -120,6 +120,8 @@ class AgentEndpoint(_message.Message):
     MAPPED_PATH_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    MACHINE_ID_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     host_id: _builtins.str
     """equal on one host, where `mapped` can be used"""
@@ -129,6 +131,12 @@ class AgentEndpoint(_message.Message):
     """host:port for peers on other hosts"""
     device: _builtins.str
     """UUID of the GPU of the rank's pool; empty: host memory"""
+    machine_id: _builtins.str
+    """equal in all containers of one machine"""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what it accepts; empty: an earlier release, which does not say"""
+
     def __init__(
         self,
         *,
@@ -137,10 +145,12 @@ class AgentEndpoint(_message.Message):
         mapped_path: _builtins.str = ...,
         tcp_address: _builtins.str = ...,
         device: _builtins.str = ...,
+        machine_id: _builtins.str = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "mapped_path", b"mapped_path", "rank", b"rank", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "machine_id", b"machine_id", "mapped_path", b"mapped_path", "rank", b"rank", "tcp_address", b"tcp_address", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -424,6 +424,7 @@ class Attempt(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """empty: prefilled on the decode worker"""
     decode_worker: _builtins.str
@@ -453,6 +454,10 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def sent(self) -> _worker_pb2.SendStages: ...
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what carried the blocks"""
+
     def __init__(
         self,
         *,
@@ -471,10 +476,11 @@ class Attempt(_message.Message):
         message: _builtins.str = ...,
         received: _worker_pb2.ReceiveStages | None = ...,
         sent: _worker_pb2.SendStages | None = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exposed_s", b"_exposed_s", "_overlap_share", b"_overlap_share", "exposed_s", b"exposed_s", "overlap_share", b"overlap_share", "received", b"received", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_s", b"_exposed_s", "_overlap_share", b"_overlap_share", "blocks", b"blocks", "bytes", b"bytes", "cause", b"cause", "decode_worker", b"decode_worker", "error", b"error", "exposed_s", b"exposed_s", "hidden_bytes", b"hidden_bytes", "message", b"message", "overlap_share", b"overlap_share", "pieces", b"pieces", "prefill_worker", b"prefill_worker", "received", b"received", "sent", b"sent", "sent_bytes", b"sent_bytes", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exposed_s", b"_exposed_s", "_overlap_share", b"_overlap_share", "blocks", b"blocks", "bytes", b"bytes", "cause", b"cause", "decode_worker", b"decode_worker", "error", b"error", "exposed_s", b"exposed_s", "hidden_bytes", b"hidden_bytes", "message", b"message", "overlap_share", b"overlap_share", "pieces", b"pieces", "prefill_worker", b"prefill_worker", "received", b"received", "sent", b"sent", "sent_bytes", b"sent_bytes", "spans", b"spans", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exposed_s: _TypeAlias = _typing.Literal["exposed_s"]  # noqa: Y015
     _WhichOneofArgType__exposed_s: _TypeAlias = _typing.Literal["_exposed_s", b"_exposed_s"]  # noqa: Y015

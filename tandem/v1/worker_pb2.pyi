@@ -754,6 +754,7 @@ class HandoffDone(_message.Message):
     ANCHOR_AT_S_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     bytes: _builtins.int
     blocks: _builtins.int
@@ -773,6 +774,10 @@ class HandoffDone(_message.Message):
     def sent(self) -> Global___SendStages:
         """from the prefill worker; absent if nothing was sent"""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """from the decode worker: what carried the blocks"""
+
     def __init__(
         self,
         *,
@@ -785,10 +790,11 @@ class HandoffDone(_message.Message):
         anchor_at_s: _builtins.float = ...,
         received: Global___ReceiveStages | None = ...,
         sent: Global___SendStages | None = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor_at_s", b"anchor_at_s", "blocks", b"blocks", "bytes", b"bytes", "pieces", b"pieces", "received", b"received", "request_id", b"request_id", "reserve_to_join_s", b"reserve_to_join_s", "sent", b"sent", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor_at_s", b"anchor_at_s", "blocks", b"blocks", "bytes", b"bytes", "pieces", b"pieces", "received", b"received", "request_id", b"request_id", "reserve_to_join_s", b"reserve_to_join_s", "sent", b"sent", "transports", b"transports", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1314,7 +1320,7 @@ class LinkState(_message.Message):
     peer_rank: _builtins.int
     transport: _builtins.str
     state: _builtins.str
-    """connecting, ready, refused, down"""
+    """connecting, ready, idle (probed, opens when needed), refused, down"""
     reason: _builtins.str
     bytes: _builtins.int
     latency_s: _builtins.float

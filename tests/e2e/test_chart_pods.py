@@ -365,7 +365,7 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
         assert blocks["leased"] == blocks["in_use"] == 0
         assert blocks["free"] + blocks["cached"] == blocks["total"]
 
-    assert link_of(status)["transport"] == "process_group"
+    assert link_of(status)["transport"] == "tcp"
 
     def handed_over() -> bool:
         answer_of(ask(node, 8000, 8))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tandem.config.spec import EngineSpec
+from cluster.backends.subprocess_backend import LocalMember
+from cluster.control.worker_slot import EpochSettings, WorkerSlot
+from cluster.spec.resolve import resolve_models
+from tandem.config.spec import ClusterSpec, EngineSpec, Role
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -35,3 +43,53 @@ async def test_the_other_rank_ends_with_a_typed_error(pair: StartPair, tmp_path:
         async with asyncio.timeout(10):
             while not live.decode.lost:
                 await asyncio.sleep(0.05)
+
+
+STAGES = ("starts", "waits for its peer", "is ready", "is ready and hangs")
+
+
+@pytest.mark.parametrize("stage", [*STAGES[1:3], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGES[::3])])
+async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_folder: Path, stage: str) -> None:
+    source = str(write_tiny_llama(short_folder / "tiny", seed=1))
+    spec = ClusterSpec.model_validate(
+        {"models": [{"source": source, "decode": {"tp": 2}, "engine": {"kv_blocks": 32, "kernels": "torch"}}]}
+    )
+    (model,) = resolve_models(spec, lambda what: None, fetch=False)
+    members = [LocalMember(f"rank{rank}", short_folder / "logs") for rank in range(2)]
+    settings = EpochSettings(spec, "127.0.0.1:1", None, short_folder / "run")
+    slot = WorkerSlot("w", Role.DECODE, model, members, settings, lambda slot: None)
+    task = asyncio.create_task(slot.run())
+    try:
+        first, second = [await process_of(member, f"rank-{rank}") for rank, member in enumerate(members)]
+        if stage == "waits for its peer":
+            second.suspend()
+            await until(lambda: any((short_folder / "run").glob("**/rendezvous")))
+        elif stage != "starts":
+            log = short_folder / "logs" / "rank0.rank-0.log"
+            await until(lambda: "attached" in log.read_text() or "ready:" in log.read_text())
+        if stage == "is ready and hangs":
+            first.suspend()  # as one in a collective that never ends: it takes no SIGTERM
+        began_s = time.monotonic()
+        os.kill(second.pid, signal.SIGKILL)
+        await until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+        assert time.monotonic() - began_s < 2.0
+        await until(lambda: bool(slot.reason))
+        assert "rank-1 was killed by SIGKILL" in slot.reason
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def process_of(member: LocalMember, name: str) -> psutil.Process:
+    async with asyncio.timeout(20):
+        while True:
+            for each in await member.processes():
+                if each.name == name:
+                    return psutil.Process(each.pid)
+            await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(90):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,26 +14,33 @@ from cluster.cli import state_file
 from cluster.cli.console import console
 from cluster.cli.run_dirs import run_base
 from cluster.cli.state_file import ClusterState
+from cluster.devices import GpuReport, device_name
 from cluster.spec.check_tls import check_tls
-from cluster.spec.loader import load_spec
+from cluster.spec.gpus import GpuProbe, probe_gpus, resolve_devices
+from cluster.spec.kv_paths import kv_paths
+from cluster.spec.loader import assignments, load_spec
 from cluster.spec.redis_probe import check_redis
 from cluster.spec.requirements import check_requirements
 from cluster.spec.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
-from tandem.config.spec import ClusterSpec
+from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import ConfigError, PortInUse, TandemError
 from tandem.text.tokenizer import Tokenizer
+from tandem.text.words import plural
 
 
 class Unchecked(Exception):
     """The check cannot run because another check failed. Not an error: the other check reports it."""
 
 
-def run_doctor(config: Path | None, model: str | None) -> int:
+def run_doctor(
+    config: Path | None, model: str | None, settings: Sequence[str] = (), probe: GpuProbe = probe_gpus
+) -> int:
     screen = console()
     healthy = _passes(screen, "secrets and volumes", _requirements)  # first: the spec may depend on them
-    spec = load_spec(config, {"models.0.source": model})
+    spec = load_spec(config, {**assignments(settings), "models.0.source": model})
     for name, check in CHECKS:
         healthy &= _passes(screen, name, partial(check, spec))
+    healthy &= _passes(screen, "devices", partial(devices, spec, probe))
     return 0 if healthy else 1
 
 
@@ -111,16 +118,31 @@ def _run_folder(spec: ClusterSpec) -> str:
     return str(run_base(spec.name).parent)
 
 
-def _devices(spec: ClusterSpec) -> str:
-    import torch  # noqa: PLC0415 (takes two seconds, and only this check needs it)
+def devices(spec: ClusterSpec, probe: GpuProbe) -> str:
+    """The machine's GPUs, and how KV will move between them."""
+    report = probe()
+    resolve_devices(spec, lambda: report)
+    used = sorted({model.engine_of(role).device for model in spec.models for role in Role})
+    build = f"CUDA {report.cuda}" if report.cuda else "no CUDA"
+    count = plural(len(report.gpus), "GPU") if report.gpus else "no GPU"
+    lines = [
+        f"torch {report.torch} ({build}), {count}, {plural(os.cpu_count() or 1, 'CPU')}; workers on {', '.join(used)}"
+    ]
+    lines += [
+        f"{device_name(gpu.ordinal)}  {gpu.name}, {gpu.memory_bytes >> 20} MiB, {gpu.uuid}" for gpu in report.gpus
+    ]
+    lines += _peer_access(report)
+    encrypted = spec.transfer.tls is not None or spec.security.tls is not None
+    lines += kv_paths(spec.transfer.transport, report, encrypted=encrypted)
+    return "\n    ".join(lines)
 
-    devices = {model.engine.device for model in spec.models}
-    if any(device.startswith("cuda") for device in devices) and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device: expected a GPU for cuda, and torch finds none: install a CUDA build of torch and a "
-            "driver, or use cpu"
-        )
-    return f"torch {torch.__version__}, {', '.join(sorted(devices))}, {os.cpu_count()} CPUs"
+
+def _peer_access(report: GpuReport) -> Iterator[str]:
+    """One row of the matrix for each GPU, if there are several."""
+    ordinals = [gpu.ordinal for gpu in report.gpus]
+    for reader in ordinals if len(ordinals) > 1 else ():
+        seen = [device_name(owner) for owner in ordinals if (reader, owner) in report.peers]
+        yield f"{device_name(reader)}  reads the memory of {', '.join(seen) or 'no other GPU'}"
 
 
 def _redis(spec: ClusterSpec) -> str:
@@ -161,7 +183,6 @@ CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("tls", _tls),
     ("callers", _auth),
     ("run folder", _run_folder),
-    ("devices", _devices),
     ("redis", _redis),
     ("model", _model),
     ("memory", _memory),

@@ -26,9 +26,9 @@ Progress = Callable[[str], None]
 def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
     control = cluster.spec.control
     if control.backend == "subprocess":
-        return SubprocessBackend(log_dir)
+        return SubprocessBackend(log_dir, cluster.devices)
     if control.ray_address is None:
-        prepare_local_ray(cluster.spec.security.tls)
+        prepare_local_ray(cluster.spec.security.tls, control.devices)
     from cluster.backends.ray_backend import (  # noqa: PLC0415 (importing Ray takes almost a second)
         RayBackend,
     )
@@ -38,6 +38,7 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
         ray_base(),
         address=control.ray_address,
         cpus=needed_cpus(cluster),
+        gpus=len(cluster.devices),
         place_timeout_s=control.start_timeout_s,
     )
 

@@ -11,7 +11,7 @@ from cluster.cli.admin_client import folder_spec
 from cluster.cli.commands.running import run_interruptible, running_cluster
 from cluster.cli.console import console
 from cluster.spec.changes import SpecSource
-from cluster.spec.loader import load_spec
+from cluster.spec.loader import assignments, load_spec
 from cluster.spec.requirements import check_requirements
 from tandem.errors import ConfigError
 
@@ -37,10 +37,12 @@ class UpFlags:
     tls: Path | None = None
     autoscale: bool = False
     dry_run: bool = False
+    settings: tuple[str, ...] | None = None  # KEY=VALUE; options of their own override them
 
     def source(self) -> SpecSource:
         """Raises ConfigError."""
-        given = {field: value for field, value in self._fields().items() if value is not None}
+        fields = {field: value for field, value in self._fields().items() if value is not None}
+        given = assignments(self.settings or ()) | fields
         spec = load_spec(self.config, given)
         if self.dry_run and not spec.autoscaler.enabled:
             raise ConfigError(

@@ -15,6 +15,14 @@ Model = Annotated[
     str | None,
     typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file. Default: the spec's first model."),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any key of the spec, such as models.0.prefill.engine.dtype=bfloat16; can be repeated. Default: none.",
+    ),
+]
 ServedName = Annotated[
     str | None, typer.Option("--model", help="Served name of the model. Default: the cluster's only model.")
 ]

@@ -42,7 +42,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if gt (.Values.node.minReplicas | int) (.Values.node.replicas | int) -}}
 {{- fail (printf "node.minReplicas: expected at most node.replicas (%v), got %v" .Values.node.replicas .Values.node.minReplicas) -}}
 {{- end -}}
-{{- $need := dict "cpus" 0.0 "gpus" 0.0 "pools" 0.0 "ranks" list -}}
+{{- $need := dict "cpus" 0.0 "gpus" 0.0 "wide" 0 "pools" 0.0 "ranks" list -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- include "tandem.addModel" (list $ $index $model $need) -}}
 {{- end -}}
@@ -55,8 +55,9 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- end -}}
 {{- end -}}
 {{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
-{{- if gt $need.gpus (float64 $gpus) -}}
-{{- fail (printf "node.gpus: expected %v or more over %v (a GPU for each rank, workers × tp: %s), got %v" $need.gpus (include "tandem.nodes" $nodes) (join ", " $need.ranks) $gpus) -}}
+{{- $wanted := max (ceil $need.gpus | int) $need.wide -}}
+{{- if gt $wanted (int $gpus) -}}
+{{- fail (printf "node.gpus: expected %v or more over %v (engine.device_share of a GPU for each rank, workers × tp: %s), got %v" $wanted (include "tandem.nodes" $nodes) (join ", " $need.ranks) $gpus) -}}
 {{- end -}}
 {{- with get $limits "memory" -}}
 {{- $memory := include "tandem.quantity" . | float64 -}}
@@ -81,21 +82,27 @@ are anonymous memory files, or GPU memory. */ -}}
 
 {{- define "tandem.addModel" -}}
 {{- $root := index . 0 -}}{{- $index := index . 1 -}}{{- $model := index . 2 -}}{{- $need := index . 3 -}}
-{{- $engine := default dict $model.engine -}}
-{{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := default dict (get $model $role) -}}
+{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
+{{- $where := ternary (printf "%s.engine" $role) "engine" (hasKey (default dict $pool.engine) "device") -}}
+{{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
+{{- $share := default 1.0 $engine.device_share | float64 -}}
 {{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
 {{- $ranks := mul (ternary $pool.workers 1 (hasKey $pool "workers") | int) $tp -}}
 {{- if and $cuda $ranks (not $root.Values.node.gpus) -}}
-{{- fail (printf "node.gpus: expected the GPUs of a node, because cluster.models[%d].engine.device is %s" $index $engine.device) -}}
+{{- fail (printf "node.gpus: expected the GPUs of a node, because cluster.models[%d].%s.device is %s" $index $where $engine.device) -}}
 {{- end -}}
 {{- if and $cuda $ranks (gt $tp ($root.Values.node.gpus | int)) -}}
 {{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), because the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
 {{- end -}}
+{{- if and $cuda $ranks (gt $tp 1) (le $share 0.5) -}}
+{{- fail (printf "cluster.models[%d].%s.tp: expected 1 with engine.device_share %v: Ray may place two shares of at most half a GPU on one GPU, and the ranks of a worker need different ones; got %d" $index $role $share $tp) -}}
+{{- end -}}
 {{- $_ := set $need "cpus" (addf $need.cpus (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))) -}}
 {{- if $cuda -}}
-{{- $_ := set $need "gpus" (addf $need.gpus (float64 $ranks)) -}}
+{{- $_ := set $need "gpus" (addf $need.gpus (mulf (float64 $ranks) $share)) -}}
+{{- if gt $share 0.5 }}{{ $_ := set $need "wide" (add $need.wide $ranks | int) }}{{ end -}}
 {{- $_ := set $need "ranks" (append $need.ranks (printf "cluster.models[%d].%s %d × %d" $index $role (div $ranks $tp) $tp)) -}}
 {{- else if not $engine.kv_blocks -}}
 {{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}

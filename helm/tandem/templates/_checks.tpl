@@ -18,6 +18,10 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $transport := dig "transfer" "transport" "auto" .Values.cluster -}}
+{{- if and .Values.node.rdma.resource (ne $transport "nixl") -}}
+{{- fail (printf "node.rdma.resource: expected none with cluster.transfer.transport %s: only nixl uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: nixl with an image that has NIXL" $transport .Values.node.rdma.resource) -}}
+{{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
 {{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), because gateway.enabled is true" -}}
 {{- end -}}

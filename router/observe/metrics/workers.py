@@ -180,6 +180,9 @@ def _links(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters
     sent = CounterMetricFamily("tandem_worker_link_bytes", "KV bytes sent.", labels=LINK)
     speed = GaugeMetricFamily("tandem_worker_link_bytes_per_second", "Recent throughput of handoffs.", labels=LINK)
     latency = GaugeMetricFamily("tandem_worker_link_latency_seconds", "Latency of the fastest probe.", labels=LINK)
+    slow = GaugeMetricFamily(
+        "tandem_worker_slow_links", "Links over a slower transport than their hardware allows.", labels=LINK
+    )
     for labels, meters in metered:
         pairs: dict[tuple[str, str], list[worker_pb2.LinkState]] = {}
         for link in meters.links:
@@ -188,6 +191,7 @@ def _links(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters
         for pair, links in pairs.items():
             sent.add_metric((*labels, *pair), sum(link.bytes for link in links))
             latency.add_metric((*labels, *pair), max(link.latency_s for link in links))
+            slow.add_metric((*labels, *pair), sum(link.state == "ready" and bool(link.reason) for link in links))
             if any(link.HasField("bytes_per_s") for link in links):
                 speed.add_metric((*labels, *pair), sum(link.bytes_per_s for link in links))
-    yield from (sent, speed, latency)
+    yield from (sent, speed, latency, slow)

@@ -19,19 +19,26 @@ def members(prefill: int, decode: int) -> list[PoolMember]:
 
 
 def test_roles_change_first_then_workers_start_and_at_last_they_leave() -> None:
-    assert plan_change(members(1, 3), 3, 1, same_width=True, name_prefix="") == (
+    assert plan_change(members(1, 3), 3, 1, can_change_roles=True, name_prefix="") == (
         ChangeRole("decode-2", P),
         ChangeRole("decode-1", P),
     )
-    assert plan_change(members(1, 1), 2, 2, same_width=True, name_prefix="m-") == (
+    assert plan_change(members(1, 1), 2, 2, can_change_roles=True, name_prefix="m-") == (
         StartWorker(P, "m-prefill-0"),
         StartWorker(D, "m-decode-0"),
     )
-    assert plan_change(members(2, 1), 1, 1, same_width=True, name_prefix="") == (RemoveWorker("prefill-1"),)
+    assert plan_change(members(2, 1), 1, 1, can_change_roles=True, name_prefix="") == (RemoveWorker("prefill-1"),)
 
 
-def test_workers_of_another_width_do_not_change_their_role() -> None:
-    assert plan_change(members(1, 2), 2, 1, same_width=False, name_prefix="") == (
+def test_the_id_of_a_worker_that_was_given_up_is_not_given_again() -> None:
+    plan = plan_change(
+        members(1, 1), 1, 2, can_change_roles=True, name_prefix="", taken_ids=("decode-0", "decode-1", "prefill-0")
+    )
+    assert plan == (StartWorker(D, "decode-2"),)
+
+
+def test_workers_of_another_width_or_engine_do_not_change_their_role() -> None:
+    assert plan_change(members(1, 2), 2, 1, can_change_roles=False, name_prefix="") == (
         StartWorker(P, "prefill-1"),
         RemoveWorker("decode-1"),
     )
@@ -39,18 +46,18 @@ def test_workers_of_another_width_do_not_change_their_role() -> None:
 
 def test_the_least_busy_goes_first() -> None:
     busy = [PoolMember("prefill-0", P), PoolMember("decode-0", D, 1), PoolMember("decode-1", D, 5)]
-    assert plan_change(busy, 1, 1, same_width=True, name_prefix="") == (RemoveWorker("decode-0"),)
+    assert plan_change(busy, 1, 1, can_change_roles=True, name_prefix="") == (RemoveWorker("decode-0"),)
 
 
 def test_a_name_that_a_worker_of_the_other_role_kept_is_not_given_again() -> None:
     changed = [PoolMember("decode-1", P), PoolMember("decode-0", D)]
-    assert plan_change(changed, 1, 2, same_width=True, name_prefix="") == (StartWorker(D, "decode-2"),)
+    assert plan_change(changed, 1, 2, can_change_roles=True, name_prefix="") == (StartWorker(D, "decode-2"),)
 
 
 @given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.booleans())
-def test_what_is_planned_leads_to_what_was_asked(p: int, d: int, to_p: int, to_d: int, same_width: bool) -> None:
+def test_what_is_planned_leads_to_what_was_asked(p: int, d: int, to_p: int, to_d: int, can_change_roles: bool) -> None:
     roles = {member.worker_id: member.role for member in members(p, d)}
-    for action in plan_change(members(p, d), to_p, to_d, same_width=same_width, name_prefix=""):
+    for action in plan_change(members(p, d), to_p, to_d, can_change_roles=can_change_roles, name_prefix=""):
         match action:
             case ChangeRole(worker_id, role):
                 roles[worker_id] = role
@@ -85,7 +92,7 @@ def test_a_ratio_that_is_not_possible_is_said_to_be_so(asked: tuple[int, int], w
 
 def test_what_cannot_be_is_refused_with_what_is_expected() -> None:
     with pytest.raises(ConfigError, match="decode: expected 1 to"):
-        plan_change(members(1, 1), 1, 0, same_width=True, name_prefix="")
+        plan_change(members(1, 1), 1, 0, can_change_roles=True, name_prefix="")
     with pytest.raises(ConfigError, match="ratio: 1:1 needs at least 2 workers, there are 1"):
         ratio_split(1, 1, 1)
     with pytest.raises(ConfigError, match="ratio: expected P:D"):

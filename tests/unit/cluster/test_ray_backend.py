@@ -47,7 +47,7 @@ SCRIPT = textwrap.dedent(
         ending = asyncio.create_task(one.wait_end())
         await asyncio.sleep(0.2)
         os.kill(psutil.Process(first.pid).ppid(), signal.SIGKILL)  # the actor itself
-        assert "Ray actor" in await asyncio.wait_for(ending, 60)
+        assert "Ray actor" in (await asyncio.wait_for(ending, 60)).reason
         async with asyncio.timeout(60):
             await one.start(start)
         (again,) = await one.processes()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import ray
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.node import Node
 from ray._private.state import GlobalState
+from ray._private.worker import Worker
 from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]  # compiled
 from ray.core.generated import common_pb2, gcs_pb2
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.runtime_context import RuntimeContext
 
 from cluster.backends import ray_backend, ray_env
 
@@ -66,6 +70,7 @@ def test_the_table_of_placement_groups_names_the_node_of_each_bundle() -> None:
     [
         ("ray._common.usage.usage_constants", "RAY_USAGE_STATS_ENABLED"),
         ("ray._private.accelerators.accelerator", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"),
+        ("ray._private.accelerators.nvidia_gpu", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
         ("ray.autoscaler._private.constants", "AUTOSCALER_METRIC_PORT"),
         ("ray._private.authentication.authentication_token_setup", "RAY_AUTH_MODE"),
     ],
@@ -76,3 +81,20 @@ def test_the_environment_variables_have_their_names(module: str, variable: str) 
     assert spec is not None
     assert spec.origin is not None
     assert variable in Path(spec.origin).read_text(encoding="utf-8"), "Ray has another name for it now"
+
+
+@pytest.mark.parametrize(("setting", "visible"), [("1", "0,1,2"), ("0", "1")])
+def test_ray_leaves_the_visible_gpus_alone_if_told(monkeypatch: pytest.MonkeyPatch, setting: str, visible: str) -> None:
+    (variable,) = ray_backend.ALL_GPUS_VISIBLE["env_vars"]
+    monkeypatch.setenv(variable, setting)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["1"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_an_actor_can_ask_which_gpu_it_got() -> None:
+    """Names of the node's CUDA_VISIBLE_DEVICES if it has one: `device_of` finds them in the list again."""
+    source = inspect.getsource(Worker.get_accelerator_ids_for_accelerator_resource)
+    assert "self.original_visible_accelerator_ids" in source
+    assert "str(original_ids[i]) for i in assigned_ids" in source
+    assert callable(RuntimeContext.get_accelerator_ids)

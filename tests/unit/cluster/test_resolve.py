@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.spec.resolve import check_ports, free_ports, port_is_free, resolve
-from tandem.config.spec import ClusterSpec
+from cluster.devices import Gpu, GpuReport
+from cluster.spec.resolve import check_ports, free_ports, needed_bytes, port_is_free, resolve
+from tandem.config.spec import ClusterSpec, ModelSpec
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.testing.models import write_tiny_llama
 
@@ -67,6 +68,15 @@ def test_memory_that_is_not_there_is_refused_with_numbers(make_spec: MakeSpec) -
         resolve(make_spec(engine={"kv_memory_bytes": 1 << 50}), quiet)
 
 
+@pytest.mark.parametrize("unset", [{"max_running_requests": 8}, {"kv_memory_bytes": None}])
+def test_a_pool_on_a_cpu_that_is_not_configured_counts_with_its_default(make_spec: MakeSpec, unset: Any) -> None:
+    counted = [
+        needed_bytes(resolve(make_spec(engine=engine), quiet).models[0])
+        for engine in (unset, {"kv_memory_bytes": 512 << 20})
+    ]
+    assert counted[0] == counted[1]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_host_tiers_count_beside_pools_and_alone_where_those_are_in_gpu_memory(
     make_spec: MakeSpec, device: str
@@ -99,9 +109,48 @@ def test_a_redis_that_does_not_answer_is_named(make_spec: MakeSpec) -> None:
         resolve(make_spec(redis=redis), quiet)
 
 
-def test_handoffs_between_gpu_pools_are_taken(make_spec: MakeSpec) -> None:
-    (model,) = resolve(make_spec(engine={"device": "cuda"}), quiet).models
-    assert model.spec.engine.device == "cuda"
+def two_gpus() -> GpuReport:
+    found = (Gpu(ordinal=each, name="H200", memory_bytes=139 << 30, uuid=f"GPU-{each}") for each in range(2))
+    return GpuReport(torch="2.13.0", cuda="12.8", gpus=tuple(found))
+
+
+def test_workers_on_gpus_resolve_to_those_of_this_machine(make_spec: MakeSpec) -> None:
+    assert resolve(make_spec(engine={"device": "cuda"}), quiet, two_gpus).devices == (0, 1)
+    with pytest.raises(ConfigError, match="needs a share of 1 GPU"):
+        resolve(make_spec(engine={"device": "cuda"}, prefill={"workers": 2}), quiet, two_gpus)
+
+
+@pytest.mark.parametrize(
+    ("roles", "field", "text"),
+    [
+        ({"prefill": {"engine": {"kv_dtype": "int8"}}}, "prefill.engine.kv_dtype", "expected auto, as on decode"),
+        ({"decode": {"engine": {"kv_dtype": "int8"}}}, "decode.engine.kv_dtype", "expected auto, as on prefill"),
+        ({"prefill": {"engine": {"dtype": "bfloat16"}}}, "prefill.engine.dtype", "float32.*got bfloat16.*KV pools of"),
+        ({"decode": {"engine": {"block_tokens": 32}}}, "decode.engine.block_tokens", "expected 16, .*got 32: remove"),
+    ],
+)
+def test_roles_whose_kv_pools_differ_are_refused_by_the_field(
+    make_spec: MakeSpec, roles: dict[str, Any], field: str, text: str
+) -> None:
+    spec = make_spec()
+    (model,) = spec.models
+    changed = ModelSpec.model_validate(model.model_dump() | roles)
+    with pytest.raises(ConfigError, match=text) as refused:
+        resolve(spec.model_copy(update={"models": (changed,)}), quiet)
+    assert refused.value.field == field
+
+
+def test_roles_may_differ_in_what_a_handoff_does_not_see(make_spec: MakeSpec) -> None:
+    prefill = {"engine": {"max_step_tokens": 2048, "kv_blocks": 64, "max_model_tokens": 1024}}
+    (model,) = resolve(make_spec(prefill=prefill), quiet).models
+    assert model.max_model_tokens == 1024  # what both roles can hold
+    with pytest.raises(ConfigError, match=r"^prefill\.engine\.max_model_tokens: expected at most 2048"):
+        resolve(make_spec(prefill={"engine": {"max_model_tokens": 4096}}), quiet)
+
+
+def test_each_role_needs_the_memory_of_its_own_engine(make_spec: MakeSpec) -> None:
+    with pytest.raises(InsufficientMemory, match="MiB are needed"):
+        resolve(make_spec(prefill={"engine": {"host_kv_memory_bytes": 1 << 50}}), quiet)
 
 
 def refusal(make_spec: MakeSpec, **tls: str) -> str:

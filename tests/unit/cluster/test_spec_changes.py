@@ -28,6 +28,7 @@ def test_sizes_of_pools_and_the_autoscaler_can_change() -> None:
     [
         ("router: {http_port: 8001}", "router.http_port"),
         ("models: [{prefill: {tp: 2}, engine: {dtype: bfloat16}}]", "models.0.prefill.tp, models.0.engine.dtype"),
+        ("models: [{prefill: {engine: {dtype: bfloat16}}}]", "models.0.prefill.engine.dtype"),
         ("models: [{}, {name: second}]", "models"),
         ("router: {classes: [{name: only}]}", "router.classes"),
         ("models: [{decode: {workers: 2}}]\nlog_level: debug", "log_level"),

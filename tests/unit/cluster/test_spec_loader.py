@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.spec.loader import load_spec
-from tandem.config.spec import ClusterSpec
+from cluster.cli.commands.up import UpFlags
+from cluster.spec.loader import assignments, load_spec
+from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import ConfigError
 
 
@@ -80,3 +83,25 @@ def test_values_of_the_chart_are_known_by_their_shape(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_spec(tmp_path / "nowhere.yaml")
+
+
+def test_any_key_can_be_set_on_the_command_line() -> None:
+    flags = assignments(["models.0.prefill.engine.dtype=bfloat16", "control.devices=[0, 1]", "router.http_port=0"])
+    assert flags == {"models.0.prefill.engine.dtype": "bfloat16", "control.devices": [0, 1], "router.http_port": 0}
+    (model,) = load_spec(None, {"models.0.prefill.engine.dtype": "bfloat16"}, {}).models
+    assert model.engine_of(Role.PREFILL).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("text", ["dtype", "=1", "a=[", ""])
+def test_what_is_no_assignment_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--set: expected"):
+        assignments([text])
+
+
+def test_the_commands_options_override_settings() -> None:
+    nothing: dict[str, Any] = {each.name: None for each in fields(UpFlags)}
+    settings = ("models.0.prefill.workers=3", "models.0.decode.workers=3")
+    given = UpFlags(**nothing | {"settings": settings})
+    assert given.source().spec.models[0].decode.workers == 3
+    (model,) = replace(given, prefill=2).source().spec.models
+    assert (model.prefill.workers, model.decode.workers) == (2, 3)

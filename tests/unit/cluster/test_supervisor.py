@@ -47,7 +47,7 @@ async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_pa
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
     async with asyncio.timeout(10):
-        reason = await supervisor.wait_end()
+        reason = (await supervisor.wait_end()).reason
     assert "m/rank ended with exit code 3: no room at all" in reason
     await supervisor.stop()
 
@@ -66,7 +66,7 @@ async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", script))))
     async with asyncio.timeout(20):
-        reason = await supervisor.wait_end()
+        reason = (await supervisor.wait_end()).reason
     assert reason.startswith("m/rank was killed by SIGKILL")
     assert ("65536" in reason) == is_told
     assert reason.endswith(f"; its log: {tmp_path / 'logs' / 'm.rank.log'}") == (not is_told)
@@ -77,7 +77,7 @@ async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=("/no/such/program",))))
     async with asyncio.timeout(10):
-        assert "No such file" in await supervisor.wait_end()
+        assert "No such file" in (await supervisor.wait_end()).reason
     await supervisor.stop()
 
 

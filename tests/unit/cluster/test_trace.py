@@ -25,7 +25,7 @@ def fixed(**fields: Any) -> trace_pb2.RequestTrace:
     """One handoff, in milliseconds."""
     attempt = trace_pb2.Attempt(
         prefill_worker="prefill-0", decode_worker="decode-0", bytes=3 << 20, blocks=4, pieces=6, sent_bytes=3 << 20,
-        hidden_bytes=2 << 20, overlap_share=2 / 3, exposed_s=0.017,
+        hidden_bytes=2 << 20, transports=["mapped", "tcp"], overlap_share=2 / 3, exposed_s=0.017,
         spans=[trace_pb2.Span(stage=name, start_s=start / 1000, end_s=end / 1000) for name, start, end in SPANS],
         sent=worker_pb2.SendStages(hidden_bytes=2 << 20),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_account_is_below() -> None:
     assert "0123456789abcdef01234567  tiny" in text
     assert "64 prompt tokens" in text
     assert "prefill-0 → decode-0" in text
-    assert "moved: 3.1 MB in 6 pieces, 4 blocks" in text
+    assert "moved: 3.1 MB in 6 pieces, 4 blocks over mapped, tcp" in text
     assert "overlap: 67 %" in text
     assert "17.0 ms" in text
 

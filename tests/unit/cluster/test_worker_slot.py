@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.protocol import MemberStart, RunningProcess
-from cluster.control.worker_slot import FAILED_STARTS, EpochSettings, WorkerSlot, WorkerState
+from cluster.backends.protocol import MemberEnd, MemberStart, RunningProcess
+from cluster.control import worker_slot
+from cluster.control.worker_slot import (
+    FAILED_GPU_STARTS,
+    FAILED_STARTS,
+    EpochSettings,
+    WorkerSlot,
+    WorkerState,
+)
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, Role
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
+from worker.exit_codes import GPU_LOST_EXIT_CODE
 
 
 class ScriptedMember:
@@ -27,15 +35,15 @@ class ScriptedMember:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self._end = asyncio.Event()
-        self._reason = ""
+        self._end_of_it = MemberEnd(reason="")
 
     async def start(self, start: MemberStart) -> None:
         self.starts.append(start)
         self._end = asyncio.Event()
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> MemberEnd:
         await self._end.wait()
-        return self._reason
+        return self._end_of_it
 
     async def processes(self) -> tuple[RunningProcess, ...]:
         return ()
@@ -44,8 +52,8 @@ class ScriptedMember:
         await self.may_stop.wait()
         self.stops += 1
 
-    def end(self, reason: str) -> None:
-        self._reason = reason
+    def end(self, reason: str, exit_code: int | None = None) -> None:
+        self._end_of_it = MemberEnd(reason=reason, exit_code=exit_code)
         self._end.set()
 
 
@@ -60,6 +68,12 @@ def model(tmp_path: Path) -> ResolvedModel:
     source = str(write_tiny_llama(tmp_path / "tiny"))
     spec = ClusterSpec.model_validate({"models": [{"source": source, "decode": {"tp": 2}}]})
     return resolve_models(spec, lambda what: None, fetch=False)[0]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts without the waits between them."""
+    monkeypatch.setattr(worker_slot, "MAX_BACKOFF_S", 0.05)
 
 
 @asynccontextmanager
@@ -136,6 +150,43 @@ async def test_a_worker_that_was_ready_once_is_never_given_up(model: ResolvedMod
             await asyncio.sleep(0)
             member.end("rank-0 was killed")
             await until(lambda number=number: slot.restarts == number)  # type: ignore[misc]
+        assert slot.state is WorkerState.RESTARTING
+
+
+async def lose_gpu(slot: WorkerSlot, member: ScriptedMember, number: int) -> None:
+    """Ends the start with this number, from 1, as a rank does whose GPU failed."""
+    await until(lambda: len(member.starts) == number)
+    await asyncio.sleep(0)
+    member.end("rank-0 ended with exit code 74: error: cuda:1 failed", GPU_LOST_EXIT_CODE)
+    await until(lambda: slot.restarts == number)
+
+
+async def test_a_worker_on_a_dead_gpu_is_given_up_even_if_it_was_ready_once(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, reported):
+        await until(lambda: len(member.starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        await lose_gpu(slot, member, 1)  # while it serves: it may have been a bad kernel
+        for number in range(2, FAILED_GPU_STARTS + 2):
+            assert slot.state is WorkerState.RESTARTING
+            await lose_gpu(slot, member, number)
+        await until(lambda: slot.is_given_up)
+        assert slot.reason.startswith("5 starts in a row failed on its GPU, which stays reserved")
+        assert slot.reason.endswith("cuda:1 failed")
+        assert reported[-1] is WorkerState.FAILED
+    assert len(member.starts) == FAILED_GPU_STARTS + 1
+
+
+async def test_a_gpu_that_works_again_starts_the_count_again(model: ResolvedModel, tmp_path: Path) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        for number in range(1, 2 * FAILED_GPU_STARTS):
+            if number % (FAILED_GPU_STARTS - 1) == 1:
+                await until(lambda number=number: len(member.starts) == number)  # type: ignore[misc]
+                slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+            await lose_gpu(slot, member, number)
         assert slot.state is WorkerState.RESTARTING
 
 

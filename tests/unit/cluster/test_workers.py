@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.control.pool_scaler import PoolScaler
 from cluster.control.worker_slot import EpochSettings, WorkerState
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedCluster, resolve_models
-from tandem.config.spec import ClusterSpec, Role
-from tandem.errors import ConfigError, IncompatiblePools
+from tandem.config.spec import ClusterSpec, ControlSpec, ModelSpec, Role
+from tandem.errors import ConfigError, IncompatiblePools, UnavailableError
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
 
@@ -29,9 +30,9 @@ class IdleMember:
     async def start(self, start: MemberStart) -> None:
         self.starts += 1
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> MemberEnd:
         await asyncio.Event().wait()
-        return ""
+        return MemberEnd(reason="")
 
     async def processes(self) -> tuple[RunningProcess, ...]:
         return ()
@@ -159,3 +160,32 @@ async def test_a_worker_without_room_leaves_nothing_behind(workers: Workers, bac
 async def test_an_unknown_model_is_answered_with_the_served_names(workers: Workers) -> None:
     with pytest.raises(ConfigError, match=r"model: expected one of tiny, got 'other'"):
         workers.model("other")
+
+
+async def test_a_worker_that_was_given_up_can_be_removed_and_its_id_is_not_given_again(
+    workers: Workers, backend: FakeBackend
+) -> None:
+    workers.slots["decode-1"].refuse("5 starts in a row failed on its GPU")
+    scaler = PoolScaler(workers, ControlSpec(start_timeout_s=0.05), poll_s=0.001)
+    with pytest.raises(UnavailableError, match="decode-2 to be ready"):  # the fake backend starts nothing
+        await scaler.scale("", None, 2)
+    assert (backend.released, "decode-1" in workers.slots) == (["decode-2"], True)
+    await scaler.drain("decode-1", restart=False, move=False)
+    assert (backend.released, "decode-1" in workers.slots) == (["decode-2", "decode-1"], False)
+
+
+async def test_pools_with_different_engines_start_and_stop_workers(
+    workers: Workers, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same engine, `decode-1` would become a prefill worker and nothing would start."""
+    model = workers.model("")
+    spec = ModelSpec.model_validate(model.spec.model_dump() | {"prefill": {"engine": {"kv_blocks": 64}}})
+    changed = replace(model, spec=spec)
+    monkeypatch.setattr(workers, "_models", (changed,))
+    for slot in workers.slots.values():
+        slot.model = changed
+    scaler = PoolScaler(workers, ControlSpec(start_timeout_s=0.05), poll_s=0.001)
+    with pytest.raises(UnavailableError, match="prefill-1 to be ready"):
+        await scaler.scale("", 2, 1)
+    assert "prefill-1" in backend.placed
+    assert workers.slots["decode-1"].role is Role.DECODE

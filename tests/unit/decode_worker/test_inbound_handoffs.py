@@ -9,7 +9,7 @@ from tandem.testing.models import FakeClock
 
 
 def received(ticket_id: str) -> Received:
-    return Received(ticket_id=ticket_id, bytes=100, blocks=2, pieces=3, verify_s=0.5)
+    return Received(ticket_id=ticket_id, bytes=100, blocks=2, pieces=3, verify_s=0.5, transports=("mapped",))
 
 
 @pytest.fixture

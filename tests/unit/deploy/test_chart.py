@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config.spec import ClusterSpec
+from tandem.config.spec import ClusterSpec, Role
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"
@@ -83,6 +83,7 @@ def test_values_under_cluster_reach_the_spec(render: Render) -> None:
     spec = cluster_spec(render(*values("gpu-node")))
     (model,) = spec.models
     assert (model.prefill.workers, model.decode.tp) == (4, 4)
+    assert [model.engine_of(role).max_step_tokens for role in Role] == [8192, 512]
     assert model.engine.kv_memory_bytes == 32 << 30
     assert spec.router.max_queued_requests == 1024
 
@@ -114,7 +115,8 @@ def test_a_node_pod_has_all_its_devices(render: Render) -> None:
 
 
 def test_rdma_devices_are_those_of_the_nodes(render: Render) -> None:
-    head, nodes = (container_of(each) for each in groups_of(render(*values("two-racks"))))
+    rdma = "node.rdma.resource=rdma/hca_shared_devices_a,cluster.transfer.transport=nixl"
+    head, nodes = (container_of(each) for each in groups_of(render(*values("two-racks"), "--set", rdma)))
     assert nodes["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
     assert "rdma/hca_shared_devices_a" not in head["resources"]["limits"]
 
@@ -381,10 +383,48 @@ def test_nobody_is_let_in_unasked_from_beyond_the_cluster_unless_that_is_said(
         assert auth.required == ("mode=none" not in way)
 
 
+SHARED = ("--set-json", 'node.gpus=1,cluster.models[0].engine={"device": "cuda", "device_share": 0.45}')
+
+
 def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:
     said = refusal(*values("gpu-node"), "--set", "cluster.models[0].prefill.workers=5,node.replicas=0")
     ranks = "cluster.models[0].prefill 5 × 1, cluster.models[0].decode 1 × 4"
-    assert f"node.gpus: expected 9 or more over 1 node (a GPU for each rank, workers × tp: {ranks})" in said
+    assert (
+        f"node.gpus: expected 9 or more over 1 node (engine.device_share of a GPU for each rank, workers × tp: {ranks})"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ("cluster.models[0].engine.device_share=0.6", "node.gpus: expected 2 or more over 1 node"),
+        ("cluster.models[0].prefill.engine.device_share=0.9", "node.gpus: expected 2 or more over 1 node"),
+        (
+            'cluster.models[0].engine.device="cpu",cluster.models[0].decode.engine.device="cuda",node.gpus=0',
+            "because cluster.models[0].decode.engine.device is cuda",
+        ),
+        (
+            "cluster.models[0].decode.tp=2,node.gpus=2",
+            "cluster.models[0].decode.tp: expected 1 with engine.device_share 0.45",
+        ),
+        (
+            'node.rdma.resource="rdma/hca"',
+            "node.rdma.resource: expected none with cluster.transfer.transport auto: only nixl uses RDMA devices",
+        ),
+    ],
+)
+def test_shares_roles_and_devices_that_do_not_fit_are_named(
+    refusal: Callable[..., str], settings: str, text: str
+) -> None:
+    assert text in refusal(*SHARED, "--set-json", settings)
+
+
+def test_both_roles_fit_one_gpu_by_their_shares(render: Render) -> None:
+    manifests = render(*SHARED)
+    (model,) = cluster_spec(manifests).models
+    assert {model.engine_of(role).device_share for role in Role} == {0.45}
+    assert container_of(head_of(manifests))["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_a_digest_wins_over_the_tag(render: Render) -> None:

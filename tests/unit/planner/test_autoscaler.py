@@ -33,8 +33,8 @@ LIGHT = ModelLoad(requests_per_s=1, uncached_tokens=200, context_tokens=300, ans
 SPEC = AutoscalerSpec(enabled=True)
 
 
-def limits(least: int, most: int, *, same_width: bool = True) -> ScalingLimits:
-    return ScalingLimits((least, most), (1, most), (1, most), same_width)
+def limits(least: int, most: int, *, can_change_roles: bool = True) -> ScalingLimits:
+    return ScalingLimits((least, most), (1, most), (1, most), can_change_roles)
 
 
 def autoscaler(limit: ScalingLimits, objectives: Objectives = OBJECTIVES, spec: AutoscalerSpec = SPEC) -> Autoscaler:
@@ -57,10 +57,10 @@ def settled(
         ((1, 2), LONG_PROMPTS, limits(3, 8), ScalingAction.CHANGE_ROLES, (2, 1)),
         # Where there is none to spare, or widths differ, a worker more.
         ((1, 1), LONG_PROMPTS, limits(2, 4), ScalingAction.START, (2, 1)),
-        ((1, 2), LONG_PROMPTS, limits(3, 4, same_width=False), ScalingAction.START, (2, 2)),
+        ((1, 2), LONG_PROMPTS, limits(3, 4, can_change_roles=False), ScalingAction.START, (2, 2)),
         # And where there may be none, nothing.
         ((1, 1), LONG_PROMPTS, limits(2, 2), ScalingAction.HOLD, (1, 1)),
-        ((1, 2), LONG_PROMPTS, limits(3, 3, same_width=False), ScalingAction.HOLD, (1, 2)),
+        ((1, 2), LONG_PROMPTS, limits(3, 3, can_change_roles=False), ScalingAction.HOLD, (1, 2)),
         ((2, 1), LONG_PROMPTS, limits(3, 3), ScalingAction.HOLD, (2, 1)),
         # Far too many: one of them is stopped, but not below the limit.
         ((3, 3), LIGHT, limits(2, 6), ScalingAction.STOP, (2, 3)),
@@ -213,9 +213,9 @@ def run(policy: Autoscaler, layout: PoolSizes, load: ModelLoad, looks: int, bias
 @given(layouts, loads, st.integers(0, 3), st.integers(0, 6), st.floats(0.7, 2.5), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_constant_load_never_makes_it_go_back_and_forth(
-    here: PoolSizes, load: ModelLoad, fewer: int, more: int, bias: float, same_width: bool
+    here: PoolSizes, load: ModelLoad, fewer: int, more: int, bias: float, can_change_roles: bool
 ) -> None:
-    limit = limits(max(2, here.workers - fewer), here.workers + more, same_width=same_width)
+    limit = limits(max(2, here.workers - fewer), here.workers + more, can_change_roles=can_change_roles)
     changes = run(autoscaler(limit), here, load, looks=300, bias=bias)
     reached = [here, *(each.target for each in changes)]
     assert all(2 <= each.workers <= limit.workers[1] and min(each) >= 1 for each in reached)

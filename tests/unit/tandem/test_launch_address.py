@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.config.launch import WorkerLaunch, address_towards
-from tandem.config.spec import ModelSpec, Role, TransferSpec
+from tandem.config.spec import EngineSpec, ModelSpec, Role, TransferSpec
 from tandem.errors import ConfigError
 
 
@@ -29,6 +29,7 @@ def test_a_worker_listens_where_its_host_reaches_the_controller(bind_host: str, 
         epoch=1,
         role=Role.DECODE,
         model=ModelSpec(),
+        engine=EngineSpec(),
         model_dir="/models/tiny",
         transfer=TransferSpec(bind_host=bind_host),
         controller_address="127.0.0.1:50050",

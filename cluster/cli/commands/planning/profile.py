@@ -16,7 +16,9 @@ from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from planner.devices import find_device
 from planner.fitted import read_measured, write_measured
+from planner.hardware import check_one_cost
 from planner.shared_host import HostCores
+from tandem.config.spec import EngineSpec, Role
 from tandem.errors import UnavailableError
 
 MIXED_RUNS = 5
@@ -27,31 +29,35 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     console = Console(stderr=True, highlight=False)
     spec = load_spec(config, {"models.0.source": model})
     resolved = resolve_models(spec, console.print, fetch=True)[0]
+    check_one_cost(resolved.spec)
+    engine = resolved.spec.engine_of(Role.DECODE)
     link = find_device(device).link.shape()
-    with build_alone(resolved.folder, resolved.spec) as rank:
-        profiler = Profiler(rank, resolved.spec, grid or Grid())
+    with build_alone(resolved.folder, engine) as rank:
+        profiler = Profiler(rank, engine, grid or Grid())
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
-        host = _host_cores(profiler, resolved, console.print) if resolved.spec.engine.device == "cpu" else None
-    about = {"model": resolved.spec.served_name, "engine": resolved.spec.engine.model_dump_json(exclude_none=True)}
+        host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
+    about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
     write_measured(output, {1: (prefills, decodes, link)}, about, host)
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
 
 
-def _host_cores(profiler: Profiler, resolved: ResolvedModel, report: Callable[[str], None]) -> HostCores | None:
+def _host_cores(
+    profiler: Profiler, engine: EngineSpec, resolved: ResolvedModel, report: Callable[[str], None]
+) -> HostCores | None:
     """Measures how much longer steps take while every core of this host runs a worker.
 
     If memory is too small for so many workers, reports that and returns None: the other measurements stay valid.
     """
-    cores = max(1, len(os.sched_getaffinity(0)) // resolved.spec.engine.threads_per_rank)
+    cores = max(1, len(os.sched_getaffinity(0)) // engine.threads_per_rank)
     needed, free = (cores - 1) * psutil.Process().memory_info().rss, psutil.virtual_memory().available
     if needed > free:
         report(f"contention not measured: {cores} workers need {needed >> 30} GiB more, and {free >> 30} GiB are free")
         return None
     alone_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
     try:
-        with neighbours(cores - 1, resolved.folder, resolved.spec):
+        with neighbours(cores - 1, resolved.folder, engine):
             beside_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
     except UnavailableError as error:
         report(f"contention not measured: {error.message}")
