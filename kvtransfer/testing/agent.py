@@ -9,6 +9,8 @@ and in the ends that `Transports` creates. Fault points, each an operation that 
                                  blocks (mapped: its block ids are outside the pool)
     the sender's operations      hello connect send_probe push
     the receiver's operations    prepare join fetch place
+
+`--killed-at POINT` kills the agent instead, when it first gets there.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -297,6 +301,21 @@ async def apply_fault(fault: OperationFault | None, point: str, thread: LinkThre
             pass  # the operation applies it
 
 
+class FatalPlan(FaultPlan):
+    """Kills the process at its first operation at `point`."""
+
+    def __init__(self, point: str) -> None:
+        super().__init__(FaultSettings(every=1, limit=0))
+        self._point = point
+
+    def next(
+        self, point: str, can: Collection[OperationFaultKind] = tuple(OperationFaultKind)
+    ) -> OperationFault | None:
+        if point == self._point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
 class FaultyTransports(Transports):
     def __init__(self, plan: FaultPlan) -> None:
         super().__init__()
@@ -329,6 +348,7 @@ def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing.agent", add_help=False)
     parser.add_argument("--faults", type=FaultSettings.from_json, default=FaultSettings(every=1, limit=0))
+    parser.add_argument("--killed-at", metavar="POINT")
     parser.add_argument(
         "--wall-clock-steps", action="store_true", help="make the wall clock jump by an hour at every call"
     )
@@ -346,7 +366,8 @@ def run() -> None:
         with faults_of(options.socket).open("a") as file:
             file.write(f"{point} {fault.kind}\n")
 
-    main(FaultyTransports(FaultPlan(options.faults, note)), [*others, "--socket", str(options.socket)])
+    plan = FatalPlan(options.killed_at) if options.killed_at else FaultPlan(options.faults, note)
+    main(FaultyTransports(plan), [*others, "--socket", str(options.socket)])
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvtransfer.causes import HandoffCause
-from kvtransfer.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
+from kvtransfer.control import Attached, LinkReport, Received, ReceiveFailed, SendFailed, Sent
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.testing.models import FaultSettings
 
@@ -191,3 +193,35 @@ async def test_messages_between_devices_are_not_for_pools_in_host_memory(make_wo
     prefill, _ = await pair(make_worker, ("cpu", ""), transport="nccl")
     refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
     assert "nccl: our pool is in cpu, the peer's in host memory" in refused.reason
+
+
+SENDER_STAGES = ("hello", "connect", "probe", "send_probe", "open", "push", "piece", "finish")
+RECEIVER_STAGES = ("prepare", "join", "probed", "accept", "fetch", "place", "ack")
+
+
+@pytest.mark.parametrize(
+    ("victim", "stage"),
+    [
+        pytest.param(victim, stage, marks=[] if stage in ("push", "place") else pytest.mark.slow)
+        for victim, stages in (("prefill", SENDER_STAGES), ("decode", RECEIVER_STAGES))
+        for stage in stages
+    ],
+)
+async def test_a_peer_killed_at_any_stage_of_messages_costs_its_handoffs_and_no_more(
+    make_worker: MakeWorker, victim: str, stage: str
+) -> None:
+    fatal = {"launcher": ("-m", "kvtransfer.testing.agent", "--killed-at", stage)}
+    prefill, decode = await pair(make_worker, transport="nccl", **{victim: fatal})
+    dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
+    broken = start(prefill, decode)
+    assert await asyncio.to_thread(dead.ranks[0].process.wait, 30.0) == -signal.SIGKILL
+    alive.set_peers_of()  # as its leader says
+    kind: type[ReceiveFailed | SendFailed] = ReceiveFailed if victim == "prefill" else SendFailed
+    failed = await alive.ranks[0].expect(kind, ticket_id=broken.ticket_id, timeout_s=15.0)
+    assert failed.cause in (HandoffCause.PEER_LOST, HandoffCause.TRANSPORT)
+
+    dead.ranks[0].start_agent("-m", "kvtransfer.agent")
+    dead.attached[0] = await dead.ranks[0].expect(Attached, timeout_s=30.0)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
+    assert await complete(start(prefill, decode, seed=1)) == {"nccl"}
