@@ -118,9 +118,7 @@ def build_rank(
     if matrix.is_native:
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
-    runner_of = partial(
-        ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged.kernel if paged else None
-    )
+    runner_of = partial(ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged)
     available, automatic = available_bytes(), spec.cpu_pool_bytes
     if memory is not None:
         steps = partial(_run_largest, runner_of, block, spec, max_model_tokens)

@@ -11,7 +11,8 @@ import torch
 from tandem.engine.api import KvExporter
 from tandem.engine.attention.attention import StepAttention
 from tandem.engine.attention.native_attention import NativeStepAttention
-from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.attention.varlen_attention import PagedBatch, StepRows, VarlenAttention
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
@@ -42,7 +43,7 @@ class ModelRunner:
         kernels: Kernels | None = None,
         host: HostPool | None = None,
         barrier: Callable[[], None] | None = None,
-        paged: PagedKernel | None = None,
+        paged: PagedPath | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._kernels = kernels
@@ -112,8 +113,8 @@ class ModelRunner:
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention
         if self._paged is not None:
-            batch = PagedBatch.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks, self._device)
-            return VarlenAttention(self._paged, pool.tensor, batch, terms)
+            rows = StepRows.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks)
+            return VarlenAttention(self._paged.of_step(rows), pool.tensor, PagedBatch.of(rows, self._device), terms)
         if self._kernels is None:
             return StepAttention(pool.tensor, pool.layout, sequences, terms)
         return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)

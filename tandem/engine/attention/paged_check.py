@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.varlen_attention import PagedKernel
+from tandem.engine.attention.varlen_attention import PagedKernel, PlannedKernel, StepRows, kernel_of_step
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.model.decoder import AttentionParams
@@ -20,7 +21,7 @@ _TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes
 
 
 def kernel_error(
-    kernel: PagedKernel,
+    kernel: PagedKernel | PlannedKernel,
     layout: KvPoolLayout,
     terms: AttentionParams,
     dtype: torch.dtype,
@@ -31,7 +32,7 @@ def kernel_error(
     if it is correct."""
     try:
         differences = [
-            _difference(kernel, layout, terms.heads, window, batch, dtype, device)
+            _difference(kernel, layout, terms, window, batch, dtype, device)
             for window in {None, *terms.windows}
             for batch in batches
         ]
@@ -42,9 +43,9 @@ def kernel_error(
 
 
 def _difference(
-    kernel: PagedKernel,
+    kernel: PagedKernel | PlannedKernel,
     layout: KvPoolLayout,
-    heads: int,
+    terms: AttentionParams,
     window: int | None,
     batch: list[tuple[int, int]],
     dtype: torch.dtype,
@@ -52,27 +53,33 @@ def _difference(
 ) -> Tensor:
     """The largest relative difference of a token's head."""
     generator = torch.Generator(device).manual_seed(0)
-    width = max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
-    shape = (len(batch) * width, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    page, width = layout.block_tokens, max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
+    shape = (len(batch) * width, 2, layout.kv_heads, page, layout.head_dim)
     pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    tables = torch.randperm(shape[0], generator=generator, device=device, dtype=torch.int32).view(len(batch), width)
+    lengths = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+    # What a sequence's last block held before is undefined, and must not matter.
+    beyond = torch.arange(width * page, device=device).view(width, page) >= lengths[:, None, None]
+    by_cell = pool.transpose(2, 3)  # [blocks, 2, block_tokens, kv_heads, head_dim]
+    by_cell[tables.long()] = by_cell[tables.long()].masked_fill(beyond[:, :, None, :, None, None], torch.nan)
     if DTYPES[layout.dtype] == FP8:
         pool = to_fp8(pool)
-    tables = torch.randperm(shape[0], generator=generator, device=device, dtype=torch.int32).view(len(batch), width)
     counts = [queries for queries, _ in batch]
-    query = torch.randn(sum(counts), heads, layout.head_dim, generator=generator, device=device, dtype=dtype)
+    query = torch.randn(sum(counts), terms.heads, layout.head_dim, generator=generator, device=device, dtype=dtype)
     starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
-    lengths = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+    nothing = np.zeros(0, dtype=np.int64)  # the cells of the step's own tokens hold their keys already
+    rows = StepRows(tables.cpu().numpy(), lengths.cpu().numpy(), starts.cpu().numpy(), nothing, nothing)
 
     def answer(by: PagedKernel) -> Tensor:
         return by(
             query, pool[:, 0].transpose(1, 2), pool[:, 1].transpose(1, 2), starts, None,
-            max(counts), width * layout.block_tokens, scale=layout.head_dim**-0.5,
+            max(counts), width * page, scale=terms.scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=True, seqused_k=lengths, block_table=tables,
         ).float()  # fmt: skip
 
     right = answer(plain_attention)
-    worst: Tensor = ((answer(kernel) - right).norm(dim=-1) / right.norm(dim=-1)).max()
+    worst: Tensor = ((answer(kernel_of_step(kernel, rows)) - right).norm(dim=-1) / right.norm(dim=-1)).max()
     return worst
 
 
@@ -106,4 +113,5 @@ def plain_attention(
     unseen = (back < 0) if left < 0 else (back < 0) | (back > left)
     scores = torch.einsum("tkgd,tskd->tkgs", grouped, keys) * (scale or head_dim**-0.5)
     weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(dim=-1)
+    values = values.masked_fill(unseen[:, :, None, None], 0)  # 0 times NaN is NaN
     return torch.einsum("tkgs,tskd->tkgd", weights, values).view(tokens, heads, head_dim).to(query.dtype)

@@ -1,8 +1,9 @@
 """Chooses the kernel that reads KV blocks in place on a GPU, and whether decode steps are recorded.
 
-It is FlashAttention 3, if installed, through torch's `varlen_attn`, else a Triton kernel. torch's FlashAttention 2 is
-not usable: its pages have multiples of 256 tokens where a KV block has at most 128, and results of long sequences that
-it splits are wrong (github.com/pytorch/pytorch/issues/194167).
+Steps with prompts use FlashInfer, if installed. All others use FlashAttention 3, if installed, through torch's
+`varlen_attn`, else a Triton kernel: FlashInfer would have to plan on the host before each replay. FlashAttention 2 of
+torch is not usable: its pages have multiples of 256 tokens, a KV block has at most 128, and results of long sequences
+that it splits are wrong (github.com/pytorch/pytorch/issues/194167).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.nn import attention
 
 from tandem.engine.attention.paged_check import kernel_error
-from tandem.engine.attention.varlen_attention import PagedKernel
+from tandem.engine.attention.varlen_attention import PagedKernel, PlannedKernel, StepRows
 from tandem.engine.device.graph_recorder import CudaGraphRecorder, GraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout
@@ -37,10 +38,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PagedPath:
-    """`recorder` None: a decode step is launched operation by operation, as every other."""
+    """`recorder` None: a decode step is launched operation by operation, as every other. `planned` is for steps that
+    are not recorded; None: they use `kernel` too."""
 
     kernel: PagedKernel
     recorder: GraphRecorder | None
+    planned: PlannedKernel | None = None
+
+    def of_step(self, rows: StepRows) -> PagedKernel:
+        return self.kernel if self.planned is None else self.planned.plan(rows)
 
 
 def choose_paged_path(
@@ -52,11 +58,12 @@ def choose_paged_path(
     kernel = _checked_kernel(model, layout, dtype, device)
     if kernel is None:
         return None
+    planned = _checked_flashinfer(model, layout, dtype, device)
     # The number of tokens per expert determines shapes, so the host must wait for it.
     if any(isinstance(layer.mlp, SparseMlp) for layer in model.layers):
         logger.warning("decode steps are not recorded: the model has experts")
-        return PagedPath(kernel, None)
-    return PagedPath(kernel, CudaGraphRecorder(device))
+        return PagedPath(kernel, None, planned)
+    return PagedPath(kernel, CudaGraphRecorder(device), planned)
 
 
 def _checked_kernel(
@@ -73,6 +80,25 @@ def _checked_kernel(
             reason = f"{name}: {wrong}"
             logger.warning("cannot use a paged kernel: %s", reason)
     logger.warning("attention gathers KV blocks and decode steps are not recorded: %s", reason)
+    return None
+
+
+def _checked_flashinfer(
+    model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
+) -> PlannedKernel | None:
+    if importlib.util.find_spec("flashinfer") is None or DTYPES[layout.dtype] != dtype:
+        return None
+    try:
+        vendor = importlib.import_module("tandem.engine.attention.flashinfer_attention")
+        planned: PlannedKernel = vendor.FlashInferAttention(layout, model.attention, dtype, device)
+    except Exception as error:  # as `kernel_error` does
+        wrong: str | None = f"{type(error).__name__}: {error}"
+    else:
+        wrong = kernel_error(planned, layout, model.attention, dtype, device)
+        if wrong is None:
+            logger.info("attention of prompts uses FlashInfer")
+            return planned
+    logger.warning("cannot use FlashInfer: %s", wrong)
     return None
 
 

@@ -6,9 +6,10 @@ The kernel is a parameter with the signature of `torch.nn.attention.varlen.varle
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from tandem.engine.cells import indexable, to_cells
 from tandem.engine.device.copies import to_device
 from tandem.engine.step import SequenceStep
 from tandem.model.decoder import AttentionParams
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
 class PagedKernel(Protocol):
@@ -46,6 +50,50 @@ class PagedKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """A step's sequences and tokens, on the host, as in `PagedBatch`."""
+
+    tables: Int32s
+    lengths: Int32s
+    starts: Int32s
+    blocks: Int64s
+    offsets: Int64s
+
+    @classmethod
+    def of(cls, sequences: list[SequenceStep], block_tokens: int, num_blocks: int) -> StepRows:
+        """Raises InternalError if a block is not one of `num_blocks`."""
+        counts = np.array([len(sequence.token_ids) for sequence in sequences])
+        ends = np.array([sequence.start for sequence in sequences]) + counts
+        tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
+        for row, sequence in zip(tables, sequences, strict=True):
+            row[: len(sequence.blocks)] = sequence.blocks
+        check_blocks(tables, num_blocks)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        own = np.repeat(np.arange(len(sequences)), counts)
+        positions = np.arange(starts[-1]) + (ends - starts[1:])[own]
+        return cls(
+            tables=tables,
+            lengths=ends.astype(np.int32),
+            starts=starts.astype(np.int32),
+            blocks=tables[own, positions // block_tokens].astype(np.int64),
+            offsets=positions % block_tokens,
+        )
+
+
+@runtime_checkable
+class PlannedKernel(Protocol):
+    """A library that divides a step's work on the host before the first layer."""
+
+    def plan(self, rows: StepRows) -> PagedKernel:
+        """The kernel for this step. It may be called until the next `plan`."""
+        ...
+
+
+def kernel_of_step(kernel: PagedKernel | PlannedKernel, rows: StepRows) -> PagedKernel:
+    return kernel.plan(rows) if isinstance(kernel, PlannedKernel) else kernel
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """The positions of a step's tokens and what they attend to, on the pool's device.
 
@@ -66,25 +114,15 @@ class PagedBatch:
     most_keys: int
 
     @classmethod
-    def of(cls, sequences: list[SequenceStep], block_tokens: int, num_blocks: int, device: torch.device) -> PagedBatch:
-        """Raises InternalError if a block is not one of `num_blocks`."""
-        counts = np.array([len(sequence.token_ids) for sequence in sequences])
-        ends = np.array([sequence.start for sequence in sequences]) + counts
-        tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
-        for row, sequence in zip(tables, sequences, strict=True):
-            row[: len(sequence.blocks)] = sequence.blocks
-        check_blocks(tables, num_blocks)
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        own = np.repeat(np.arange(len(sequences)), counts)
-        positions = np.arange(starts[-1]) + (ends - starts[1:])[own]
+    def of(cls, rows: StepRows, device: torch.device) -> PagedBatch:
         return cls(
-            tables=to_device(tables, device),
-            lengths=to_device(ends.astype(np.int32), device),
-            starts=to_device(starts.astype(np.int32), device),
-            blocks=to_device(tables[own, positions // block_tokens].astype(np.int64), device),
-            offsets=to_device(positions % block_tokens, device),
-            most_queries=int(counts.max()),
-            most_keys=int(ends.max()),
+            tables=to_device(rows.tables, device),
+            lengths=to_device(rows.lengths, device),
+            starts=to_device(rows.starts, device),
+            blocks=to_device(rows.blocks, device),
+            offsets=to_device(rows.offsets, device),
+            most_queries=int(np.diff(rows.starts).max()),
+            most_keys=int(rows.lengths.max()),
         )
 
 

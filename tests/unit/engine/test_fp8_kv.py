@@ -13,7 +13,7 @@ from tandem.config.spec import EngineSpec
 from tandem.engine.attention.attention import StepAttention
 from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.attention.paged_check import plain_attention
-from tandem.engine.attention.varlen_attention import PagedBatch, VarlenAttention
+from tandem.engine.attention.varlen_attention import PagedBatch, StepRows, VarlenAttention
 from tandem.engine.kv_pool import DTYPES, block_layout
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
@@ -81,7 +81,8 @@ def test_every_way_of_attention_stores_the_same_and_answers_alike(window: int | 
     layout, terms, pools, answers = attended.layout, attended.terms, [], []
 
     def ways(pool: Tensor, steps: list[SequenceStep]) -> list[Attend]:
-        batch = PagedBatch.of(steps, layout.block_tokens, layout.num_blocks, pool.device)
+        rows = StepRows.of(steps, layout.block_tokens, layout.num_blocks)
+        batch = PagedBatch.of(rows, pool.device)
         return [
             StepAttention(pool, layout, steps, terms),
             NativeStepAttention(Kernels(2), pool, layout, steps, terms),
