@@ -26,6 +26,7 @@ FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
     "gloo": handoff_bulk.gloo,
     "tcp": handoff_bulk.tcp,
     "gpu_mapped": handoff_device.gpu_mapped,
+    "gpu_peers": handoff_device.gpu_peers,
     "small": handoff_workers.small,
     "exposed_share": handoff_workers.exposed_share,
     "ttft_extra": handoff_workers.ttft_extra,

@@ -84,14 +84,16 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(sizes: HandoffSizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
-    """`device`: as in FakeWorker."""
+async def bulk(
+    sizes: HandoffSizes, transport: str, *, digests: bool = True, devices: tuple[str, str] = ("", "")
+) -> AsyncIterator[Bulk]:
+    """`devices` of the prefill and the decode worker, as in FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
     num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
     workers: list[FakeWorker] = []
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         try:
-            for name in ("prefill-0", "decode-0"):
+            for name, device in zip(("prefill-0", "decode-0"), devices, strict=True):
                 worker = FakeWorker(
                     Path(folder),
                     name,

@@ -23,7 +23,17 @@ import grpc.aio
 
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
+from tandem.config.spec import (
+    EngineOverrides,
+    EngineSpec,
+    ModelSpec,
+    PoolSpec,
+    Role,
+    TlsSpec,
+    TransferSpec,
+    TransportKind,
+    WireDtype,
+)
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing.fork import ForkServer, Process
@@ -129,7 +139,9 @@ class LiveWorker:
         self.service = self._start("worker.service", "--launch", launch_file)
 
     def _start_rank(self, forks: ForkServer | None, launch_file: str, rank: str) -> Process:
-        arguments = ("--launch", launch_file, "--rank", rank)
+        arguments: tuple[str, ...] = ("--launch", launch_file, "--rank", rank)
+        if self.launch.engine.device == "cuda":
+            arguments += ("--device", f"cuda:{rank}")
         if forks is None:
             return self._start(self._rank_module, *arguments)
         return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
@@ -264,6 +276,7 @@ async def live_pair(
     decode_tp: int = 1,
     transport: TransportKind = TransportKind.AUTO,
     engine: EngineSpec | None = None,
+    decode_engine: EngineOverrides | None = None,
     ticket_ttl_s: float = 30.0,
     wire_dtype: WireDtype = WireDtype.POOL,
     tls: TlsSpec | None = None,
@@ -274,11 +287,12 @@ async def live_pair(
     Args:
         folder: private, with a path short enough for unix sockets in it.
         rank_module: the program of a rank.
+        engine: with device `cuda`, rank R gets `cuda:R`.
     """
     model = ModelSpec(
         source=str(model_dir),
         prefill=PoolSpec(tp=prefill_tp),
-        decode=PoolSpec(tp=decode_tp),
+        decode=PoolSpec(tp=decode_tp, engine=decode_engine or EngineOverrides()),
         engine=engine or EngineSpec(kv_blocks=256),
     )
     transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)

@@ -119,6 +119,18 @@ def test_blocks_arrive_over_host_memory(tmp_path: Path, devices: tuple[str, str]
     between(tmp_path, devices, check, transport=transport)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+@pytest.mark.parametrize("digests", [True, False])
+def test_blocks_arrive_by_nccl(tmp_path: Path, digests: bool) -> None:
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        for seed in range(3):
+            await complete(start(prefill, decode, seed))
+        report = await prefill.ranks[0].expect(LinkReport, state="ready")
+        assert report.transport == "nccl"
+
+    between(tmp_path, ("cuda:0", "cuda:1"), check, transport="nccl", digests=digests)
+
+
 def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
     faults = FaultSettings(every=1, points=("memory",), kinds=("flip",), limit=1)
 

@@ -11,9 +11,11 @@ from tandem.config.spec import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
 Figures = Callable[..., dict[str, dict[str, Any]]]
-SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo", "handoff.gpu_mapped"}
+ON_DEVICES = {"handoff.gpu_mapped", "handoff.gpu_peer_mapped", "handoff.gpu_nccl"}
+SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo", *ON_DEVICES}
 TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"}
-OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share"}
+PEERS = {"handoff.agent_200_peers_rss_mb", "handoff.agent_200_peers_threads"}
+OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share", *PEERS}
 
 
 @pytest.mark.slow
