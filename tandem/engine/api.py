@@ -101,8 +101,8 @@ class PromptScores:
 class RequestEnd:
     """The end of a request: finished for `reason`, or failed with `error`.
 
-    A successful export also ends (reason None unless its first token finished it). Its blocks stay leased until
-    release.
+    A successful export also ends (reason None unless its first token finished it). The blocks of an export, also of
+    one that failed, stay leased until they are released or the request is cancelled.
     """
 
     request_id: str

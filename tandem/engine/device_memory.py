@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from tandem.config.spec import EngineSpec
 from tandem.engine.memory import is_out_of_memory
-from tandem.engine.step import Draw, SequenceStep, StepInput
+from tandem.engine.step import Draw, Penalties, SequenceStep, StepInput
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import blocks_for
+from tandem.request import MAX_LOGPROBS
 
 # CUDA contexts of the rank and of its transfer agent, NCCL's buffers and libraries' work space.
 UNTRACKED_BYTES: Final = 1 << 30
@@ -123,7 +125,7 @@ def measured_budget(memory: DeviceMemory, spec: EngineSpec, steps: Callable[[], 
 
 def largest_steps(spec: EngineSpec, max_model_tokens: int) -> Iterator[StepInput]:
     """The steps that need most memory, with all tables on block 0: one chunk at the end of the longest context, and as
-    many short chunks as there may be requests, each with a token to draw."""
+    many short chunks as there may be requests, each with a token to draw in the costliest way."""
     longest = min(spec.max_step_tokens, max_model_tokens)
     yield StepInput([_chunk(spec, max_model_tokens - longest, longest)], [])
     requests = min(spec.max_running_requests, spec.max_step_tokens)
@@ -133,7 +135,15 @@ def largest_steps(spec: EngineSpec, max_model_tokens: int) -> Iterator[StepInput
 
 def _chunk(spec: EngineSpec, start: int, count: int) -> SequenceStep:
     blocks = [0] * blocks_for(start + count, spec.block_tokens)
-    draw = Draw(position=start + count, seed=0, temperature=1.0, top_k=0, top_p=0.5, min_p=0.0)
+    one = np.zeros(1, dtype=np.int32).tobytes()
+    penalties = Penalties(
+        repetition=1.1, frequency=0.1, presence=0.1, adds_last=False, prompt=one, answer=one, counts=one, biased=one,
+        biases=np.zeros(1, dtype=np.float32).tobytes(),
+    )  # fmt: skip
+    draw = Draw(
+        start + count, seed=0, temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, penalties=penalties,
+        logprobs=MAX_LOGPROBS,
+    )  # fmt: skip
     return SequenceStep([0] * count, start, blocks, samples=True, draw=draw)
 
 

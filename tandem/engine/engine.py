@@ -176,7 +176,7 @@ class Engine:
         begun = {each.request_id for each in plan.exports}
         failed = [chunk for chunk in plan.chunks if chunk is largest or chunk.sequence.request_id in begun]
         for chunk in failed:
-            self._scheduler.cancel(chunk.sequence.request_id)
+            self._scheduler.finish(chunk.sequence)
         error = UnavailableError(
             f"a step with {largest.count} tokens of a request ran out of memory: retry later, or lower "
             "engine.max_step_tokens or engine.kv_memory_bytes"
@@ -244,11 +244,9 @@ class Engine:
             sequences = [chunk.sequence for chunk in self._flight.plan.chunks]
             self._flight.discarded.update(each for each in sequences if each.request_id == request_id)
 
-    def _end(self, sequence: Sequence, *, failed: bool = False) -> None:
+    def _end(self, sequence: Sequence) -> None:
         """Ends a sequence. Its blocks are freed once no step writes to them."""
-        if self._flight is None and failed:
-            self._scheduler.cancel(sequence.request_id)
-        elif self._flight is None:
+        if self._flight is None:
             self._scheduler.finish(sequence)
         else:
             self._flight.discarded.add(sequence)
@@ -272,7 +270,7 @@ class Engine:
                 choice = choose(row, sequence.sampling, length, history, token)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
-            self._end(sequence, failed=True)
+            self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return
         first = sequence.generated == 0

@@ -139,7 +139,8 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends a sequence after its last token. An exporting request keeps its blocks leased."""
+        """Ends a running sequence. An exporting request keeps its blocks leased, even if it failed: agents may read
+        them."""
         if sequence.is_exporting:
             self._running.remove(sequence)
             self._convert_hold(sequence, BlockHold.LEASE)

@@ -106,7 +106,9 @@ def test_the_largest_steps_have_the_longest_chunk_and_the_most_samples() -> None
     longest, widest = (step.sequences for step in largest_steps(spec, max_model_tokens=1000))
     assert [(each.start, len(each.token_ids), len(each.blocks)) for each in longest] == [(936, 64, 63)]
     assert [(each.start, len(each.token_ids)) for each in widest] == [(0, 12)] * 5
-    assert all(each.samples and each.draw is not None and each.draw.top_p < 1 for each in (*longest, *widest))
+    draws = [each.draw for each in (*longest, *widest) if each.samples]
+    assert len(draws) == 6
+    assert all(each and each.top_p < 1 and each.min_p and each.penalties and each.logprobs == 20 for each in draws)
     short, many = (step.sequences for step in largest_steps(spec, max_model_tokens=16))
     assert [(each.start, len(each.token_ids)) for each in short] == [(0, 16)]
     assert len(many) == 5

@@ -120,6 +120,8 @@ def test_an_export_that_has_begun_is_not_begun_again(model_dir: Path, tmp_path: 
     assert isinstance(driver.ends["exported"], UnavailableError)
     assert isinstance(driver.ends["large"], UnavailableError)
     assert driver.ends["other"] is FinishReason.LENGTH
+    assert driver.engine.load().blocks.leased == 2  # agents may be reading them
+    assert driver.engine.cancel("exported")
     assert driver.at_rest()
 
 

@@ -211,7 +211,8 @@ async def test_a_peer_killed_at_any_stage_of_messages_costs_its_handoffs_and_no_
     make_worker: MakeWorker, victim: str, stage: str
 ) -> None:
     fatal = {"launcher": ("-m", "kvtransfer.testing.agent", "--killed-at", stage)}
-    prefill, decode = await pair(make_worker, transport="nccl", **{victim: fatal})
+    first, second = (fatal, None) if victim == "prefill" else (None, fatal)
+    prefill, decode = await pair(make_worker, prefill=first, decode=second, transport="nccl")
     dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
     broken = start(prefill, decode)
     assert await asyncio.to_thread(dead.ranks[0].process.wait, 30.0) == -signal.SIGKILL
