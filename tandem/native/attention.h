@@ -216,7 +216,7 @@ INLINE void meet(const int rows, query *own, const float *q, tile with, float *s
     __m256 parts[MOST_ROWS][2];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) parts[r][0] = parts[r][1] = _mm256_setzero_ps();
-    add_products(rows, parts, q, dim, with.keys + j * dim, 0, dim);
+    add_products(rows, parts, q, 1, dim, with.keys + j * dim, 0, dim, 0);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       _mm256_storeu_ps(scores + r * KEYS + j, parts[r][0]);
@@ -233,7 +233,7 @@ INLINE void meet(const int rows, query *own, const float *q, tile with, float *s
       parts[r][0] = _mm256_mul_ps(_mm256_loadu_ps(sums + r * width + i), worth);
       parts[r][1] = _mm256_mul_ps(_mm256_loadu_ps(sums + r * width + i + 8), worth);
     }
-    add_products(rows, parts, scores, KEYS, with.values + i * KEYS, start, count);
+    add_products(rows, parts, scores, 1, KEYS, with.values + i * KEYS, start, count, 0);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       _mm256_storeu_ps(sums + r * width + i, parts[r][0]);

@@ -31,7 +31,7 @@ _SIGNATURES: Final = {
     "pack_i4": "ppppii",
     "pack_f32": "ppii",
     "linear_quantised": "piiippppipppft",
-    "linear_f32": "piipppit",
+    "linear_f32": "piipppipt",
     "linear_dense": "piipppit",
     "rms_norm": "pippiift",
     "gated": "ppiitt",
@@ -110,6 +110,7 @@ class Kernels:
         self._ints = torch.empty(0, dtype=torch.int16)
         self._scales = torch.empty(0)
         self._sums = torch.empty(0)
+        self._tiles = torch.empty(0)
         self._scratch = torch.empty(0)
 
     # --- matrices ----------------------------------------------------------------------------------------------
@@ -187,9 +188,11 @@ class Kernels:
         """The same in fp32."""
         x = _floats(x, matrix.inputs)
         out = torch.empty(x.shape[0], matrix.outputs)
+        if self._tiles.numel() < x.numel():
+            self._tiles = torch.empty(x.numel())
         self._c.tandem_linear_f32(
             x.data_ptr(), x.shape[0], matrix.inputs, matrix.packed.data_ptr(),
-            _address(bias), out.data_ptr(), matrix.outputs, self._threads,
+            _address(bias), out.data_ptr(), matrix.outputs, self._tiles.data_ptr(), self._threads,
         )  # fmt: skip
         return out
 

@@ -7,8 +7,8 @@
 /* Rows per tile: as equal as possible, at most MOST_ROWS. */
 INLINE size tile_end(size rows, size tiles, size tile) { return rows * (tile + 1) / tiles; }
 
-INLINE size rows_of_block(size row_bytes) {
-  const size rows = ROW_BYTES / row_bytes / MOST_ROWS * MOST_ROWS;
+INLINE size rows_of_block(size row_bytes, size bytes) {
+  const size rows = bytes / row_bytes / MOST_ROWS * MOST_ROWS;
   return rows < MOST_ROWS ? MOST_ROWS : rows;
 }
 
@@ -166,7 +166,7 @@ typedef struct {
   const float *w_scale, *bias;
   float *out;
   int16_t *scratch;
-  float *x_scale, *x_sums;
+  float *x_scale, *x_sums, *tiles;
   size m, k, wide, n, block; /* block: rows multiplied by all panels before the next rows */
   float most;
   cut rows, panels;
@@ -216,28 +216,32 @@ static void multiply_quantised(const void *job, int64_t part, int worker) {
 void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
                              const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
                              float most, int threads) {
-  const product job = {x, w, w_scale, bias, out, scratch, x_scale, x_sums, m, k, wide, n, rows_of_block(2 * wide), most,
-                       cut_for(m, threads), cut_for((n + PANEL - 1) / PANEL, threads)};
+  const product job = {x, w, w_scale, bias, out, scratch, x_scale, x_sums, 0, m, k, wide, n,
+                       rows_of_block(2 * wide, ROW_BYTES), most, cut_for(m, threads),
+                       cut_for((n + PANEL - 1) / PANEL, threads)};
   share(threads_for(m * k, threads), parts_of(job.rows), quantise_rows, &job);
   share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_quantised, &job);
 }
 
-/* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum has one order. */
-INLINE void add_products(const int rows, __m256 sums[][2], const float *x, size x_stride, const float *w, size from,
-                         size to) {
+/* sums += x · w over [from, to) of both: number i of row r of x is at i · step + r · x_stride; w a panel. Each sum has
+   one order. `ahead`: weights to fetch meanwhile, panels further on; 0: none. */
+INLINE void add_products(const int rows, __m256 sums[][2], const float *x, size step, size x_stride, const float *w,
+                         size from, size to, const size ahead) {
   for (size i = from; i < to; i++) {
+    if (ahead) _mm_prefetch((const char *)(w + (i + ahead) * PANEL), _MM_HINT_T0);
     const __m256 w0 = _mm256_loadu_ps(w + i * PANEL), w1 = _mm256_loadu_ps(w + i * PANEL + 8);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-      const __m256 value = _mm256_broadcast_ss(x + r * x_stride + i);
+      const __m256 value = _mm256_broadcast_ss(x + i * step + r * x_stride);
       sums[r][0] = _mm256_fmadd_ps(value, w0, sums[r][0]);
       sums[r][1] = _mm256_fmadd_ps(value, w1, sums[r][1]);
     }
   }
 }
 
+/* x [k][rows], from `interleave`. */
 INLINE void tile_f32(const int rows, const float *x, const float *w, const float *bias, float *out, size k, size from,
-                     size to, size stride, size columns) {
+                     size to, size stride, size columns, const size ahead) {
   __m256 sums[MOST_ROWS][2];
   float values[PANEL];
 #pragma GCC unroll 6
@@ -250,7 +254,7 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
       sums[r][0] = sums[r][1] = _mm256_setzero_ps();
     }
   }
-  add_products(rows, sums, x, k, w, from, to);
+  add_products(rows, sums, x, rows, 1, w, from, to, ahead);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
     for (int half = 0; half < 2; half++) {
@@ -259,6 +263,29 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
       _mm256_storeu_ps(values + 8 * half, value);
     }
     memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+INLINE void interleave(const int rows, const float *x, float *tile, size k) {
+  for (size i = 0; i < k; i++)
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) tile[i * rows + r] = x[r * k + i];
+}
+
+/* Rows of a tile next to each other, number by number: rows of 4 KB apart would displace each other from L1. */
+static void interleave_rows(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size k = own->k, first = part * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
+  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (size t = 0, r = 0; t < tiles; t++) {
+    const size end = tile_end(rows, tiles, t);
+    const float *x = own->x + (first + r) * k;
+    float *tile = own->tiles + (first + r) * k;
+#define TILE(count) \
+  case count: interleave(count, x, tile, k); break;
+    switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+    r = end;
   }
 }
 
@@ -277,7 +304,10 @@ static void multiply_f32(const void *job, int64_t part, int worker) {
         const size end = tile_end(rows, tiles, t), at = first + r;
 #define TILE(count)                                                                                              \
   case count:                                                                                                    \
-    tile_f32(count, own->x + at * k, w, bias, own->out + at * n + p * PANEL, k, from, to, n, columns);            \
+    if (t)                                                                                                       \
+      tile_f32(count, own->tiles + at * k, w, bias, own->out + at * n + p * PANEL, k, from, to, n, columns, 0);       \
+    else                                                                                                         \
+      tile_f32(count, own->tiles + at * k, w, bias, own->out + at * n + p * PANEL, k, from, to, n, columns, STRETCH); \
     break;
         switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
@@ -287,12 +317,15 @@ static void multiply_f32(const void *job, int64_t part, int worker) {
   }
 }
 
-/* The same in fp32: each output is one sum over k from the first to the last. */
+/* The same in fp32: each output is one sum over k from the first to the last. tiles fp32 [m, k]; a single row is its own
+   tile. */
 void tandem_linear_f32(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
-                       int threads) {
-  const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n, .block = rows_of_block(4 * k),
-                       .panels = cut_for((n + PANEL - 1) / PANEL, threads)};
-  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_f32, &job);
+                       float *tiles, int threads) {
+  const product job = {.x = x, .w = w, .bias = bias, .out = out, .tiles = m > 1 ? tiles : (float *)x, .m = m, .k = k, .n = n,
+                       .block = rows_of_block(4 * k, TILE_BYTES), .panels = cut_for((n + PANEL - 1) / PANEL, threads)};
+  const size blocks = parts_of((cut){m, job.block});
+  if (m > 1) share(threads_for(m * k, threads), blocks, interleave_rows, &job);
+  share(threads, blocks * parts_of(job.panels), multiply_f32, &job);
 }
 
 enum { DOT_ROWS = 3, DOT_OUTPUTS = 4 }; /* per tile: 12 sums stay in registers */

@@ -11,6 +11,7 @@
 #define MOST_ROWS 6       /* rows per tile: 12 sums stay in registers */
 #define GROUP 32          /* inputs of an int4 matrix with a common scale and minimum */
 #define ROW_BYTES 163840  /* rows multiplied by all panels before the next rows: they stay in L2 */
+#define TILE_BYTES 655360 /* the same for interleaved rows, which are read in order: most of an L2 of 1 MiB */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t size;
