@@ -148,8 +148,9 @@ class PrefillRole:
                 # The first token ended the request. The router cancels the handoff at the decode worker: if this side
                 # closed it, the decode worker could report a failure before the token arrives.
                 self._requests.finish(end.request_id, end.reason)
-            if entry is None:
-                self._complete(end.request_id)
+            if entry is None:  # nothing to hand off, so no report will say that this side is done
+                self._requests.part_done(end.request_id)
+                self._release(end.request_id)
 
     def _stop_sending(self, engine_id: str) -> None:
         """Releases the blocks as soon as no agent can read them any more."""

@@ -98,7 +98,8 @@ class Outbox:
 
 
 class RequestBook:
-    """The live requests of this worker. Each one leaves through `finish`, `fail` or `close`, exactly once."""
+    """The live requests of this worker. Each one leaves through `finish`, `part_done`, `fail` or `close`, exactly
+    once."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
@@ -156,6 +157,13 @@ class RequestBook:
         if target := self.frame_of(engine_id):
             frame, request_id = target
             frame.ended.add(request_id=request_id, finish_reason=FINISH_REASONS[reason])
+        self.close(engine_id, RequestState.FINISHED)
+
+    def part_done(self, engine_id: str) -> None:
+        """This worker's part is over, and nothing else tells the router: the request goes on elsewhere."""
+        if target := self.frame_of(engine_id):
+            frame, request_id = target
+            frame.ended.add(request_id=request_id)
         self.close(engine_id, RequestState.FINISHED)
 
     def fail(self, engine_id: str, error: TandemError) -> None:

@@ -188,6 +188,10 @@ class ManualRouter:
         join = worker_pb2.Join(request_id=work.request_id, first_token=first.token_id)
         decode.send(worker_pb2.RouterFrame(join=join))
         await self._collect(decode, work.request_id, answer)
+        if ticket.cached_tokens >= len(work.prompt):  # nothing was handed off
+            ended = await prefill.event(work.request_id)
+            if not isinstance(ended, worker_pb2.Ended) or ended.finish_reason:
+                raise WorkerLost(f"expected the prefill worker to say that it is done, got {ended}")
         return answer
 
     async def reserve(
