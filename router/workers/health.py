@@ -4,14 +4,16 @@
        └────────────────↗   ↖────────┘
 
 Pure: facts and the time go in, actions come out; `router.probes.health_watch` executes them. A worker without progress
-is always ejected, because it serves no request. A failing or slow worker is ejected only if at least half of its pool
-stays; the last worker of a pool is never ejected for these reasons.
+is always ejected, because it serves no request, and asked by canaries until it answers. Its requests leave it only if
+another worker can take them: if all are slow, as on a busy host, moving requests between them would only use up their
+migrations. A failing or slow worker is ejected only if at least half of its pool stays; the last worker of a pool is
+never ejected for these reasons.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -54,10 +56,11 @@ class HealthRules:
     slow_factor: float = 4.0  # times the median of its peers
     slow_floor_s: float = 0.02  # and at least this much slower
     slow_samples: int = 24
-    first_ejection_s: float = 5.0
+    first_ejection_s: float = 5.0  # after a stall: `step_s`
     longest_ejection_s: float = 120.0
     probation_requests: int = 16  # at once; above this limit the worker is healthy
     step_s: float = 1.0  # between two canaries, and between two increases of the limit
+    hopeless_factor: float = 6.0  # times the allowed silence: requests leave even if no other worker can take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class MigrateRequests:
-    """The worker is stalled: migrate its requests."""
+    """The worker is stalled, and others can take its requests: migrate them."""
 
     key: WorkerKey
     silent_s: float
@@ -102,6 +105,7 @@ class WorkerHealth:
     is_up: bool = False  # its link is connected
     failures: int = 0  # in a row
     is_silent: bool = False  # why it is suspect: no progress
+    is_stalled: bool = False  # why it is ejected or on probation: no progress
     admitted: int = 0  # in probation: the limit of requests at once
     until_s: float = 0.0  # end of the ejection
     ejections: int = 0  # recent ones; sets the length of the next
@@ -119,17 +123,22 @@ class WorkerHealth:
         self._enter(HealthState.HEALTHY, now_s)
         self.is_silent = False
 
-    def eject(self, now_s: float, rules: HealthRules, *, is_alone: bool) -> None:
+    def eject(self, now_s: float, rules: HealthRules, reason: EjectReason, *, is_alone: bool) -> None:
         """Ejects for twice as long as last time; a long healthy period resets that.
 
-        A worker without peers is retried after one step, because no other worker could serve.
+        A stalled worker is retried every step until it answers. So is one without peers, because no other worker could
+        serve.
         """
         if self.state is HealthState.HEALTHY and now_s - self.since_s > rules.longest_ejection_s:
             self.ejections = 0
-        for_s = min(rules.first_ejection_s * 2**self.ejections, rules.longest_ejection_s)
+        still_stalls = self.is_stalled and reason is EjectReason.CANARY
+        self.is_stalled = still_stalls or reason is EjectReason.STALLED
+        first_s = rules.step_s if self.is_stalled else rules.first_ejection_s
+        for_s = first_s if still_stalls else min(first_s * 2**self.ejections, rules.longest_ejection_s)
         self._enter(HealthState.EJECTED, now_s)
         self.until_s = now_s + (rules.step_s if is_alone else for_s)
-        self.ejections = min(self.ejections + 1, 32)
+        if not still_stalls:
+            self.ejections = min(self.ejections + 1, 32)
         self.failures = self.samples = 0
         self.is_silent = False
 
@@ -154,6 +163,7 @@ class WorkerHealth:
         if state not in _EDGES[self.state]:
             raise InternalError(f"worker health: {self.state} cannot become {state}")
         self.state, self.since_s = state, now_s
+        self.is_stalled = self.is_stalled and state is not HealthState.HEALTHY
 
 
 @dataclass(slots=True)
@@ -256,7 +266,10 @@ class HealthBoard:
         actions: list[HealthAction] = []
         seen = {silence.key: silence for silence in silences}
         for key, worker in self._workers.items():
-            actions += self._judge_silence(key, worker, seen.get(key), now_s)
+            self._judge_silence(key, worker, seen.get(key), now_s)
+        for key, worker in self._workers.items():
+            if (silence := seen.get(key)) is not None and self._is_emptied(key, worker, silence):
+                actions.append(MigrateRequests(key, silence.silent_s))
             if worker.state is HealthState.EJECTED and now_s >= worker.until_s and worker.is_up:
                 worker.begin_probation(now_s)
             if self._needs_canary(worker) and now_s >= worker.next_step_s:
@@ -264,19 +277,24 @@ class HealthBoard:
                 actions.append(SendCanary(key))
         return actions
 
-    def _judge_silence(
-        self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float
-    ) -> Iterator[HealthAction]:
+    def _judge_silence(self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float) -> None:
         if silence is not None and silence.silent_s > silence.limit_s:
-            if worker.state is not HealthState.EJECTED:
+            asked = worker.state is HealthState.PROBATION and not worker.admitted  # a canary will tell
+            if worker.state is not HealthState.EJECTED and not asked:
                 self._eject_now(key, worker, EjectReason.STALLED, now_s)
-            yield MigrateRequests(key, silence.silent_s)
         elif silence is not None and silence.silent_s > silence.limit_s / 2:
             if worker.state is HealthState.HEALTHY:
                 worker.suspect(now_s, is_silent=True)
         elif worker.state is HealthState.SUSPECT and worker.is_silent:
             worker.clear(now_s)
             self.changes += 1
+
+    def _is_emptied(self, key: WorkerKey, worker: WorkerHealth, silence: Silence) -> bool:
+        """Whether the worker is stalled and its requests are better off elsewhere."""
+        if silence.silent_s <= silence.limit_s:
+            return False
+        is_hopeless = silence.silent_s > self.rules.hopeless_factor * silence.limit_s
+        return is_hopeless or any(map(_takes_over, self._peers(key, worker.pool)))
 
     def _needs_canary(self, worker: WorkerHealth) -> bool:
         suspect = worker.state is HealthState.SUSPECT and not worker.is_silent
@@ -299,7 +317,7 @@ class HealthBoard:
             worker.admitted, worker.next_step_s = 0, now_s + self.rules.step_s
 
     def _eject_now(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
-        worker.eject(now_s, self.rules, is_alone=not self._peers(key, worker.pool))
+        worker.eject(now_s, self.rules, reason, is_alone=not self._peers(key, worker.pool))
         self.ejected[worker.pool.role, reason] += 1
         self.changes += 1
 
@@ -320,3 +338,14 @@ class HealthBoard:
 
     def _peers(self, key: WorkerKey, pool: Pool) -> list[WorkerHealth]:
         return [each for other, each in self._workers.items() if other != key and each.pool == pool and each.is_up]
+
+
+def _takes_over(worker: WorkerHealth) -> bool:
+    """Whether it may get the requests of a stalled worker."""
+    match worker.state:
+        case HealthState.SUSPECT:
+            return not worker.is_silent
+        case HealthState.PROBATION:
+            return worker.admitted > 0
+        case _:
+            return worker.state is HealthState.HEALTHY

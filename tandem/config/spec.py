@@ -382,7 +382,7 @@ class RouterSpec(Frozen):
     worker_stall_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         5.0,
         description="A busy worker without progress for this time (longer during a prefill) gets no new requests, "
-        "and its running requests migrate.",
+        "and its running requests migrate if another worker can take them.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(4 << 20, description="Largest request body.")
     max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(

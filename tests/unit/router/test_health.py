@@ -87,9 +87,55 @@ def test_the_last_worker_that_is_silent_still_gets_requests_until_it_is_out() ->
 
 def test_stuck_workers_are_out_however_many_they_are() -> None:
     board = board_of(3)
-    moved = board.check(0.0, [silent(key, 6.0) for key in KEYS[:3]])
-    assert moved == [MigrateRequests(key, 6.0) for key in KEYS[:3]]
+    moved = board.check(0.0, [silent(key, 6.0) for key in KEYS[:2]])
+    assert moved == [MigrateRequests(key, 6.0) for key in KEYS[:2]]
+    assert board.check(1.0, [silent(D2, 6.0)]) == [SendCanary(D0), SendCanary(D1)]
     assert board.ejected == {(Role.DECODE, EjectReason.STALLED): 3}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_that_are_all_stuck_keep_their_requests_until_one_can_take_them(workers: int) -> None:
+    board = board_of(workers)
+    stuck = KEYS[:workers]
+    assert board.check(0.0, [silent(key, 5.5) for key in stuck]) == []
+    assert board.check(0.5, [silent(key, 6.0) for key in stuck]) == []
+    board.add(D3, "tiny", Role.DECODE)
+    board.set_up(D3, is_up=True)
+    assert board.check(0.75, [silent(key, 6.25) for key in stuck]) == [MigrateRequests(key, 6.25) for key in stuck]
+
+
+def test_requests_of_one_that_is_stuck_for_good_leave_it_although_nobody_takes_them() -> None:
+    board = board_of(1)
+    hopeless_s = RULES.hopeless_factor * LIMIT_S
+    for at_s in range(6, int(hopeless_s) + 1):
+        actions = board.check(float(at_s), [silent(D0, float(at_s))])
+        assert actions in ([], [SendCanary(D0)])
+        if actions:
+            board.canary_ended(D0, float(at_s), passed=False)
+    assert MigrateRequests(D0, hopeless_s + 1) in board.check(hopeless_s + 1, [silent(D0, hopeless_s + 1)])
+    assert board.ejected == {(Role.DECODE, EjectReason.STALLED): 1}
+
+
+@pytest.mark.parametrize("frozen_s", [1.0, 30.0, 300.0])
+def test_after_a_freeze_a_worker_is_back_within_five_seconds(frozen_s: float) -> None:
+    """A canary that waits in the frozen worker is answered when it goes on; others failed after five seconds."""
+    board = board_of(2)
+    board.check(0.0, [silent(D0, 6.0)])
+    now_s, sent_s = 0.0, None
+    while now_s < frozen_s or sent_s is None:
+        now_s += 0.25
+        if sent_s is not None and now_s - sent_s >= 5.0:
+            board.canary_ended(D0, now_s, passed=False)
+            sent_s = None
+        sent_s = now_s if canaries(board.check(now_s, [])) else sent_s
+    thawed_s = now_s
+    board.canary_ended(D0, now_s, passed=True)
+    assert board.admits(D0, 0)
+    while board.state(D0) is not HealthState.HEALTHY:
+        now_s += 0.25
+        board.succeeded(D0, now_s, None)
+    assert now_s - thawed_s <= 5.0
+    assert now_s - max(frozen_s, 1.0) <= 6.5
 
 
 @pytest.mark.parametrize(
@@ -181,10 +227,10 @@ def ejected_again(board: HealthBoard, now_s: float) -> float:
 def test_each_ejection_lasts_twice_as_long_up_to_a_limit() -> None:
     board = board_of(2)
     now_s, durations = 0.0, []
-    for _ in range(7):
+    for _ in range(9):
         durations.append(ejected_again(board, now_s))
         now_s += durations[-1] + 1.0
-    assert durations == [5.0, 10.0, 20.0, 40.0, 80.0, 120.0, 120.0]
+    assert durations == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0]
 
 
 def test_a_worker_that_was_well_for_long_starts_again_with_a_short_ejection() -> None:
@@ -194,7 +240,7 @@ def test_a_worker_that_was_well_for_long_starts_again_with_a_short_ejection() ->
         now_s += RULES.step_s
         board.succeeded(D0, now_s, None)
     assert board.state(D0) is HealthState.HEALTHY
-    assert ejected_again(board, now_s + RULES.longest_ejection_s + 1.0) == RULES.first_ejection_s
+    assert ejected_again(board, now_s + RULES.longest_ejection_s + 1.0) == RULES.step_s
 
 
 def on_probation(workers: int = 2) -> HealthBoard:
@@ -249,6 +295,7 @@ def test_trouble_on_probation_ejects_again(how: str) -> None:
     elif how == "canary":
         board.canary_ended(D0, 101.0, passed=False)
     else:
+        board.canary_ended(D0, 100.0, passed=True)
         assert board.check(101.0, [silent(D0, 6.0)]) == [MigrateRequests(D0, 6.0)]
     assert board.state(D0) is HealthState.EJECTED
 

@@ -89,7 +89,7 @@ async def test_a_worker_that_works_slowly_but_steadily_stays(cluster: Cluster, f
     assert cluster.metric("tandem_ejections_total") == cluster.metric("tandem_retries_total") == 0
 
 
-async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(cluster: Cluster) -> None:
+async def test_a_lone_worker_keeps_its_requests_and_gets_new_ones_after_a_canary(cluster: Cluster) -> None:
     tokens, worker = cluster.says(TEXT), cluster.decode
     worker.behaviour.token_delay_s = 0.05
     task = asyncio.create_task(run(cluster))
@@ -100,6 +100,8 @@ async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(
     assert (await cluster.http.get("/ready")).status_code == 503
     worker.behaviour.is_stuck = False
     assert await task == tokens
+    assert cluster.metric("tandem_retries_total") == 0
+    assert await run(cluster) == tokens
     assert cluster.metric('tandem_canaries_total{purpose="worker",result="passed"}') >= 1
     assert "_created" not in cluster.app.metrics.render().decode()
     await until(lambda: cluster.app.service.ready)
