@@ -245,3 +245,10 @@ def error_from_code(code: str, message: str, field: str | None = None) -> Tandem
     except (ValueError, KeyError):
         cls = InternalError
     return cls(message, field=field or None)
+
+
+def shown(number: float) -> str:
+    """For a message: a number of any size. A client may send integers of thousands of digits."""
+    if isinstance(number, int):
+        return str(number) if abs(number) < 10**20 else f"one of about {int(number.bit_length() * 0.30103)} digits"
+    return f"{number:g}"

@@ -6,12 +6,11 @@ with `SamplingParams.parse` at the edge; every instance is valid.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.errors import InputError, InternalError
+from tandem.errors import InputError, InternalError, shown
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
@@ -205,7 +204,8 @@ def check_length(name: str, length: int, most: int) -> None:
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    too_low = value <= low if low_open else value < low
-    if math.isnan(value) or too_low or value > high:
+    is_enough = low < value if low_open else low <= value
+    if not (is_enough and value <= high):  # NaN is neither; an integer may be too large for a float
         bound = "greater than" if low_open else "at least"
-        raise InputError(f"{name}: expected a number {bound} {low:g} and at most {high:g}, got {value:g}", field=name)
+        said = f"{name}: expected a number {bound} {low:g} and at most {high:g}, got {shown(value)}"
+        raise InputError(said, field=name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from router.request_ids import new_request_id
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
-from tandem.errors import ContextExceeded, InputError
+from tandem.errors import ContextExceeded, InputError, shown
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.text.chat_template import ChatTemplate
@@ -252,7 +252,7 @@ class ServingModel:
         stop_ids = frozenset(raw.stop_token_ids)
         if raw.max_tokens is not None and raw.max_tokens > room:
             raise ContextExceeded(
-                f"max_tokens: expected at most {room}, got {raw.max_tokens}; the model's context is "
+                f"max_tokens: expected at most {room}, got {shown(raw.max_tokens)}; the model's context is "
                 f"{prompt_tokens + room} tokens and the prompt has {prompt_tokens}; lower max_tokens or leave it out",
                 field="max_tokens",
             )
@@ -276,7 +276,9 @@ class ServingModel:
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
         if wrong is not None:
-            raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
+            raise InputError(
+                f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {shown(wrong)}", field=field
+            )
 
 
 def _session(name: str, cache_salt: bytes) -> bytes:

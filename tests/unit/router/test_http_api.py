@@ -285,6 +285,33 @@ async def test_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes)
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+NUMBERS = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "n", "best_of", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "prompt", "priority",
+    "max_completion_tokens", "max_output_tokens",
+)  # fmt: skip
+
+
+async def test_numbers_of_any_size_are_refused_by_field_in_every_api(cluster: Cluster) -> None:
+    """JSON's integers have no limit; those of 4,300 digits and more are refused by the parser."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [1]},
+    }
+    for path, body in bodies.items():
+        for name in (*NUMBERS, *(["tokens"] if path == "/detokenize" else [])):
+            for number in (10**30, -(10**400), 10**4000, 10**5000):
+                digits = f"{'-' if number < 0 else ''}1{'0' * (len(hex(abs(number))) * 4 // 10)}"
+                for value in (digits, f"[{digits}]", f'{{"1": {digits}}}'):
+                    text = json.dumps({"model": "tiny", **body, name: "?"}).replace('"?"', value)
+                    reply = await cluster.http.post(path, content=text.encode())
+                    assert reply.status_code == 400, (path, name, value[:20], reply.text)
+                    assert len(reply.content) < 1000
+
+
 async def test_body_over_the_limit_is_refused(cluster: Cluster) -> None:
     async def chunks() -> Any:
         for _ in range(100):
