@@ -12,7 +12,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
@@ -130,9 +131,11 @@ class LinkThread:
             try:
                 found.append(function(*args, **kwargs))
             except BaseException as error:  # passed on to the caller
-                loop.call_soon_threadsafe(_fail, done, error)
+                tell = partial(_fail, done, error)
             else:
-                loop.call_soon_threadsafe(_finish, done)
+                tell = partial(_finish, done)
+            with suppress(RuntimeError):  # the loop is closed, and the agent ends: an abandoned operation came back
+                loop.call_soon_threadsafe(tell)
 
         self._submit(job, done)
         try:

@@ -84,7 +84,7 @@ async def test_a_recorded_run_of_a_real_cluster_replays_the_same(
         sizes = (20, 120, 200, 90)
         await asyncio.gather(*(ask(sizes[n % 4], n, 41 if n % 5 == 4 else 40) for n in range(24)))
 
-        # Moves off a worker that is to be emptied.
+        # Moves off a worker that is to be emptied, and gets nothing new.
         asking = [asyncio.create_task(ask(60, 100 + n, 200)) for n in range(4)]
         await until(lambda: running("decode-0") > 0, timeout_s=30)
         info = cluster_pb2.WorkerInfo()
@@ -92,15 +92,15 @@ async def test_a_recorded_run_of_a_real_cluster_replays_the_same(
         info.drain = cluster_pb2.DRAIN_MOVE
         await live.workers.directory.put(info)
         await until(lambda: not workers["decode-0"].account.requests, timeout_s=30)
-        info.drain = cluster_pb2.DRAIN_NONE
-        await live.workers.directory.put(info)
         await asyncio.gather(*asking)
 
-        # A worker is lost with requests, for it is frozen before they come.
+        # The other is lost with requests, for it is frozen before they come.
         live.workers.live["decode-1"].ranks[0].send_signal(signal.SIGSTOP)
         asking = [asyncio.create_task(ask(60, 200 + n, 200)) for n in range(4)]
         await until(lambda: workers["decode-1"].account.requests > 0, timeout_s=30)
         live.workers.live["decode-1"].kill()
+        info.drain = cluster_pb2.DRAIN_NONE
+        await live.workers.directory.put(info)
         await asyncio.gather(*asking)
 
     (file,) = recordings(tmp_path)
