@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.errors import ConfigError
+from tandem.files import replace_file
 from tandem.rpc.identity import Identity
 from tandem.rpc.tls import read_file, wrong_file
 
@@ -200,15 +200,5 @@ def _write(folder: Path, name: str, certificate: x509.Certificate, key: Key) -> 
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    _replace(_key_path(folder, name), private)
-    _replace(_cert_path(folder, name), certificate.public_bytes(serialization.Encoding.PEM))
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(f"{path.suffix}.partial")
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    replace_file(_key_path(folder, name), private)
+    replace_file(_cert_path(folder, name), certificate.public_bytes(serialization.Encoding.PEM))

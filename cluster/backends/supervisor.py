@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import shutil
 import signal
 import site
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from cluster.backends.protocol import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from cluster.devices import CPU
+from tandem.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class Supervisor:
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name, content in start.files.items():
-                _write_private(self._run_dir / name, content)
+                # Whole, because the ranks of a worker share the folder.
+                replace_file(self._run_dir / name, content.encode(), is_durable=False)
             for spec in start.processes:
                 await self._spawn(spec)
                 self._watchers.append(asyncio.create_task(self._watch(spec)))
@@ -164,14 +165,6 @@ async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
 
 def _exit_text(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _write_private(path: Path, content: str) -> None:
-    """Writes atomically: the ranks of a worker share a folder, and another rank may already read the file."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(content)
-    partial.replace(path)
 
 
 def _python_path() -> dict[str, str]:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from tandem.errors import ConfigError, UnavailableError
+from tandem.files import replace_file
 
 KEPT_LOGS = 10
 
@@ -21,7 +20,7 @@ KEPT_LOGS = 10
 class ClusterState:
     name: str
     pid: int
-    started: float  # the process's start time, which detects a reused pid
+    started: str  # `start_of` the process, which detects a reused pid
     admin: str  # this and the next two are empty during the start
     http: str
     grpc: str
@@ -36,11 +35,36 @@ class ClusterState:
     @property
     def is_alive(self) -> bool:
         try:
-            process = psutil.Process(self.pid)
-            # A zombie keeps its pid and start time until it is reaped.
-            return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 1.0
-        except psutil.NoSuchProcess:
+            return start_of(self.pid) == self.started
+        except (FileNotFoundError, ProcessLookupError):
             return False
+
+
+def start_of(pid: int) -> str:
+    """When the process started: boot and clock ticks since then, which no step of the wall clock changes.
+
+    Raises FileNotFoundError or ProcessLookupError if there is none. A zombie counts as none.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = Path(f"/proc/{pid}/stat").read_text()  # proc_pid_stat(5): the name is in brackets and may hold any
+    state, *numbers = status.rpartition(")")[2].split()
+    if state in "ZX":
+        raise ProcessLookupError(pid)
+    return f"{boot}:{numbers[18]}"
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises ConfigError naming the folder if it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"XDG_STATE_HOME: cannot write to {folder} ({error.strerror}): free space there or make it writable, or "
+            "set XDG_STATE_HOME to another folder",
+            field="XDG_STATE_HOME",
+        ) from error
 
 
 def state_dir() -> Path:
@@ -51,9 +75,9 @@ def state_dir() -> Path:
 def new_log_dir(cluster: str) -> Path:
     """The log folder of this process's cluster. Keeps the last KEPT_LOGS earlier ones."""
     logs = state_dir() / "logs"
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
-        shutil.rmtree(old, ignore_errors=True)
+    with _writing(logs):
+        for old in sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+            shutil.rmtree(old, ignore_errors=True)
     return logs / f"{cluster}-{os.getpid()}"
 
 
@@ -109,12 +133,9 @@ def find(name: str | None) -> ClusterState:
 @contextmanager
 def written(state: ClusterState) -> Iterator[None]:
     """The file exists inside the context."""
-    folder = state_dir()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"{state.name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(state)))
-    partial.replace(path)
+    path = state_dir() / f"{state.name}.json"
+    with _writing(path.parent):
+        replace_file(path, json.dumps(asdict(state)).encode())
     try:
         yield
     finally:
@@ -130,4 +151,4 @@ def this_process(
     name: str, *, admin: str, http: str, grpc: str, tls: dict[str, str] | None = None, edge_ca: str | None = None
 ) -> ClusterState:
     pid = os.getpid()
-    return ClusterState(name, pid, psutil.Process(pid).create_time(), admin, http, grpc, tls, edge_ca)
+    return ClusterState(name, pid, start_of(pid), admin, http, grpc, tls, edge_ca)

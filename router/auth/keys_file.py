@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from router.auth.api_keys import KeyList
 from tandem.errors import ConfigError
+from tandem.files import replace_file
 
 FIELD = "security.auth.keys_file"
 MAX_FILE_BYTES = 64 << 20
@@ -51,24 +51,9 @@ def change_keys(path: Path, change: Callable[[KeyList], KeyList]) -> None:
         dumped = keys.model_dump(mode="json", exclude_defaults=True)
         text = _HEAD + yaml.safe_dump({"keys": dumped.get("keys", [])}, sort_keys=False)
         try:
-            _write(path, text.encode())
+            replace_file(path, text.encode())
         except OSError as error:
             raise _fault(path, f"cannot be written: {error.strerror}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Atomic and durable: a reader sees the old file or the new one, even after a power failure."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 @contextlib.contextmanager

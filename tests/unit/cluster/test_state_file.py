@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +54,7 @@ def test_a_name_that_no_cluster_has_is_answered_with_those_there_are() -> None:
 
 
 def test_what_a_dead_process_left_is_forgotten() -> None:
-    with state_file.written(replace(mine(), started=1.0)):  # the pid now belongs to somebody else
+    with state_file.written(replace(mine(), started="another")):  # the pid now belongs to another process
         assert state_file.read("tandem") is None
         assert not (state_file.state_dir() / "tandem.json").exists()
 
@@ -67,3 +70,38 @@ def test_with_several_clusters_one_must_be_named() -> None:
         with pytest.raises(ConfigError, match="a, b"):
             state_file.find(None)
         assert state_file.find("b").name == "b"
+
+
+def test_a_process_that_ended_is_not_alive_before_it_is_reaped() -> None:
+    child = subprocess.Popen(["/bin/true"])
+    started = state_file.start_of(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not replace(mine(), pid=child.pid, started=started).is_alive
+    child.wait()
+    assert not replace(mine(), pid=child.pid, started=started).is_alive
+
+
+def test_a_start_is_told_by_the_clock_that_nobody_sets() -> None:
+    """Ticks since boot: with wall-clock times, a step of five seconds hid running clusters."""
+    boot, ticks = state_file.start_of(os.getpid()).split(":")
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert 0 < since_boot_s < 24 * 3600
+
+
+@pytest.mark.parametrize("what", ["written", "logs"])
+def test_a_folder_that_cannot_be_written_is_named(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"XDG_STATE_HOME: cannot write to .* \(Not a directory\): free space"):
+        state_file.new_log_dir("tandem") if what == "logs" else state_file.written(mine()).__enter__()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left on device"), state_file.written(mine()):
+        pytest.fail("it was written")
+    assert list(state_file.state_dir().iterdir()) == []
