@@ -185,16 +185,22 @@ class WorkerLink:
             self.ready = True
             self._listener.link_changed(self)
             self._deliver(first)
-            writer = asyncio.create_task(self._write(call))
+            both = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
             try:
-                while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
-                    self._deliver(frame)
-                raise _LinkBroken(await call.details() or "the worker ended the stream")
+                ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+                for task in ended:
+                    task.result()
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                for task in both:
+                    task.cancel()
+                await asyncio.gather(*both, return_exceptions=True)
         finally:
             call.cancel()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
+            self._deliver(frame)
+        raise _LinkBroken(await call.details() or "the worker ended the stream")
 
     def _check_hello(self, frame: worker_pb2.WorkerFrame) -> None:
         hello = frame.hello

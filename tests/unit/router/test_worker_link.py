@@ -10,7 +10,10 @@ import pytest
 from router.testing.stub_worker import StubWorker, until
 from router.workers.link import MAX_MESSAGE_BYTES, WorkerLink
 from tandem.config.spec import Role
+from tandem.errors import WorkerLost
+from tandem.request import SamplingParams
 from tandem.v1 import worker_pb2
+from worker.wire import sampling_frame
 
 HELLO = 1  # message
 
@@ -62,3 +65,44 @@ async def test_a_message_of_several_frames_stays_small_and_a_long_frame_goes_alo
         await until(lambda: len(worker.received) == 6)
         assert worker.frames("cancel") == ids
         assert worker.messages == HELLO + 4  # two thirds, two thirds, the whole of it, and the last
+
+
+class Lost:
+    """A request that is on the link."""
+
+    def __init__(self) -> None:
+        self.errors: list[WorkerLost] = []
+
+    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
+
+    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None: ...
+
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None: ...
+
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None: ...
+
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None: ...
+
+    def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
+
+    def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("fault", ["_next_message", "_deliver"])
+async def test_a_bug_on_either_side_of_a_link_ends_its_requests_and_it_connects_again(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with linked(takes_more=True) as (worker, link):
+        request = Lost()
+        link.attach("r", request)
+        with monkeypatch.context() as broken:
+            broken.setattr(link, fault, lambda *args: 1 / 0)
+            work = worker_pb2.Work(request_id="r", prompt=[1, 2], sampling=sampling_frame(SamplingParams(max_tokens=2)))
+            link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))  # it answers
+            await until(lambda: bool(request.errors))
+        assert [str(error) for error in request.errors] == ["worker w was lost (internal error); a retry may succeed"]
+        await until(lambda: link.ready)
+        link.send(cancel("again"))
+        await until(lambda: "again" in worker.frames("cancel"))
+    assert "internal error on a worker link: reconnecting" in caplog.text
