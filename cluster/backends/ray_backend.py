@@ -118,15 +118,15 @@ class RayMember:
     async def wait_end(self) -> MemberEnd:
         try:
             return MemberEnd.model_validate_json(await self._actor.wait_end.remote())
-        except RayActorError:
-            return MemberEnd(reason=f"the Ray actor of {self.name} was lost")
+        except RayError as error:
+            return MemberEnd(reason=f"the Ray actor of {self.name} was lost ({type(error).__name__})")
 
     async def processes(self) -> tuple[RunningProcess, ...]:
         if not self._started:
             return ()
         try:
             return tuple(RunningProcess(name=name, pid=pid) for name, pid in await self._actor.processes.remote())
-        except RayActorError:
+        except RayError:
             return ()
 
     async def stop(self) -> None:
@@ -136,6 +136,8 @@ class RayMember:
             await self._actor.stop.remote()
         except RayActorError:
             pass  # its processes died with it
+        except RayError as error:
+            log.warning("%s may not have stopped: %s", self.name, error)
 
     def kill(self) -> None:
         """Kills the actor and with it the processes."""

@@ -84,10 +84,16 @@ class RouterSlot:
             await self._member.stop()
 
     async def _run_once(self) -> str:
-        """Returns why the router ended."""
-        await self._member.start(self._start)
-        self._is_restarting = False
-        return (await self._member.wait_end()).reason
+        """Returns why the router ended. Raises only before it ever served: the start says why."""
+        try:
+            await self._member.start(self._start)
+            self._is_restarting = False
+            return (await self._member.wait_end()).reason
+        except Exception as error:
+            if not self._has_served:
+                raise
+            log.exception("%s could not be run", self.name)
+            return f"it could not be run: {error}"
 
     async def close(self) -> None:
         """Stops the router. Running requests may finish within its drain timeout; the rest end with an error."""

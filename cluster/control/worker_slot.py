@@ -92,7 +92,7 @@ class WorkerSlot:
         """Runs one epoch after another until cancelled or given up."""
         try:
             while not self.is_given_up:
-                self._epoch_ended(await self._run_epoch())
+                self._epoch_ended(await self._observed_epoch())
                 await self._stop()
                 if not self.is_given_up:
                     await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
@@ -132,6 +132,16 @@ class WorkerSlot:
     async def processes(self) -> list[RunningProcess]:
         found = await asyncio.gather(*(member.processes() for member in self._members))
         return [process for member in found for process in member]
+
+    async def _observed_epoch(self) -> MemberEnd:
+        """An epoch that cannot be run ends like any other, unless the worker never was ready: the start says why."""
+        try:
+            return await self._run_epoch()
+        except Exception as error:
+            if not self._was_ever_ready:
+                raise
+            log.exception("%s: an epoch could not be run", self.worker_id)
+            return MemberEnd(reason=f"its epoch could not be run: {error}")
 
     async def _run_epoch(self) -> MemberEnd:
         """Returns why the epoch ended."""

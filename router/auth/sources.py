@@ -45,6 +45,9 @@ class WatchedFile:
         except ConfigError as error:
             log.error("%s; the content loaded before stays in use", error.message)
             return
+        except Exception:  # a bug in reading one content must not end the watch
+            log.exception("%s cannot be read; the content loaded before stays in use", self._path)
+            return
         log.info("reloaded", extra={"file": str(self._path)})
 
     def _identity(self) -> tuple[int, int, int, int] | None:

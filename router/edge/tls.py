@@ -50,7 +50,10 @@ class EdgeTls:
     async def refresh_forever(self, poll_s: float = POLL_S) -> None:
         while True:
             await asyncio.sleep(poll_s)
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:  # nor may a bug end the watch
+                log.exception("kept the previous certificates")
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         given = self._grpc

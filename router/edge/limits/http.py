@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from collections.abc import Callable, Set
 from typing import Any, cast
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = logging.getLogger(__name__)
 
 SCOPE_KEY = "tandem.connection"  # of the ChunkedBody in the scope of a request
 MAX_HEADER_BYTES = 64 << 10
@@ -165,6 +168,9 @@ async def sweep_forever(connections: Set[Any]) -> None:
         await asyncio.sleep(SWEEP_S)
         now_s = asyncio.get_running_loop().time()
         for number, each in enumerate(list(connections)):
-            each.sweep(now_s)
+            try:
+                each.sweep(now_s)
+            except Exception:  # of one connection: the others' clients may be late, too
+                log.exception("a connection's time could not be checked")
             if number % _SWEEP_BATCH == 0:
                 await asyncio.sleep(0)

@@ -92,6 +92,35 @@ async def running(
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_an_epoch_that_cannot_be_run_is_seen_and_another_follows(model: ResolvedModel, tmp_path: Path) -> None:
+    """Else the slot's task would end unseen, and its worker would stay away for good."""
+
+    class Failing(ScriptedMember):
+        async def start(self, start: MemberStart) -> None:
+            await super().start(start)
+            if len(self.starts) == 2:
+                raise OSError("No space left on device")
+
+    members: list[ScriptedMember] = [Failing(), ScriptedMember()]
+    async with running(model, tmp_path, members) as (slot, _):
+        await until(lambda: len(members[1].starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        members[1].end("rank-1 was killed")
+        await until(lambda: len(members[0].starts) == 3)
+        assert (slot.restarts, slot.reason) == (2, "its epoch could not be run: No space left on device")
+
+
+async def test_one_that_cannot_be_run_at_the_start_fails_the_start(model: ResolvedModel, tmp_path: Path) -> None:
+    class Failing(ScriptedMember):
+        async def start(self, start: MemberStart) -> None:
+            raise OSError("No space left on device")
+
+    settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
+    slot = WorkerSlot("decode-0", Role.DECODE, model, [Failing(), Failing()], settings, lambda slot: None)
+    with pytest.raises(OSError, match="No space left"):
+        await slot.run()
+
+
 async def test_each_restart_has_a_new_epoch_and_run_folder(model: ResolvedModel, tmp_path: Path) -> None:
     members = [ScriptedMember(), ScriptedMember()]
     async with running(model, tmp_path, members) as (slot, reported):
