@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 
 MIN_RETRY_AFTER_S = 1.0  # without a better estimate
 SHORTEST_RETRY_S = 0.1
+LONGEST_RETRY_S = 60.0  # later the pool may be another: a pace measured while it stalls predicts hours
 REFUSED_HOLD_S = 0.05  # between two attempts of a request that a worker refused
 SLO_SHARE = 0.8  # a prediction is a mean: within this share of the objective, most requests meet it
 NO_WORKER_RETRY_S = 5.0
@@ -239,7 +240,7 @@ class RequestQueue(Generic[Item]):
             raise OverloadedError(
                 f"expected a first token within {wanted}; predicted {predicted_s:.3g} s behind the queued requests; "
                 "retry later",
-                retry_after_s=max(SHORTEST_RETRY_S, predicted_s - limit_s),
+                retry_after_s=min(max(SHORTEST_RETRY_S, predicted_s - limit_s), LONGEST_RETRY_S),
             )
 
     def _make_room(self, line: ModelLine[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
@@ -298,7 +299,7 @@ class RequestQueue(Generic[Item]):
 
     def _retry_after_s(self, line: ModelLine[Item], now_s: float) -> float:
         """The wait of the line's head: a new request waits at least that long."""
-        return max(MIN_RETRY_AFTER_S, line.longest_wait_s(now_s))
+        return min(max(MIN_RETRY_AFTER_S, line.longest_wait_s(now_s)), LONGEST_RETRY_S)
 
     def _track(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> None:
         self._waiting[entry.item] = (line, entry)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +80,16 @@ def test_every_kernel_there_is_computes_what_it_should(
     found = {name: kernel_error(kernel, layout, terms, dtype, CUDA) for name, kernel in there}
     assert found
     assert not any(found.values()), found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs the extra tandem-serve[cuda]")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page", "kv_heads", "heads"), [(16, 8, 32), (128, 1, 4)])
+def test_flashinfer_computes_what_it_should(dtype: torch.dtype, page: int, kv_heads: int, heads: int) -> None:
+    vendor: Any = importlib.import_module("tandem.engine.attention.flashinfer_attention")
+    layout = KvPoolLayout(1, 1, kv_heads, page, 128, "bfloat16" if dtype == torch.bfloat16 else "float16")
+    terms = AttentionParams(heads, 128**-0.5, None, (None, 24, 1000))
+    assert kernel_error(vendor.FlashInferAttention(layout, terms, dtype, CUDA), layout, terms, dtype, CUDA) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

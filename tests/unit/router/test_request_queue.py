@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.admission.request_queue import REFUSED_HOLD_S, SLO_SHARE, Refusal, RequestQueue
+from router.admission.request_queue import LONGEST_RETRY_S, REFUSED_HOLD_S, SLO_SHARE, Refusal, RequestQueue
 from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, KvExhausted, NoWorker, OverloadedError
@@ -282,6 +282,14 @@ def test_nothing_is_predicted_before_anything_was_seen() -> None:
 
 def test_pace_is_measured_while_requests_wait() -> None:
     assert paced(make_queue(limit=100)).rates() == {"m": pytest.approx(100, rel=0.01)}
+
+
+def test_no_client_is_told_to_come_back_in_hours() -> None:
+    queue = paced(make_queue(limit=100))
+    offer(queue, "a", URGENT, tokens=50, now_s=4.0)
+    with pytest.raises(OverloadedError) as caught:
+        queue.offer("m", "b", URGENT, 10_000_000, 300.0)  # nothing was prefilled for five minutes
+    assert caught.value.retry_after_s == LONGEST_RETRY_S
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_until_it_fits() -> None:
