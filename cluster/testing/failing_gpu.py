@@ -1,7 +1,8 @@
-"""A rank whose GPU fails in the next step after a file `gpu-fails` appears in its run folder."""
+"""A rank whose GPU fails. A file `gpu-fails` in its run folder holds the number of steps before that."""
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ FAULT_FILE = "gpu-fails"
 
 
 def make_failing_roles(parts: RoleParts) -> RoleSet:
-    step, fault = parts.engine.step, Path(parts.launch.run_dir) / FAULT_FILE
+    step, fault, steps = parts.engine.step, Path(parts.launch.run_dir) / FAULT_FILE, count()
 
     def failing_step() -> StepResult:
-        if fault.exists():
+        if fault.exists() and next(steps) == int(fault.read_text()):
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return step()
 

@@ -17,6 +17,8 @@ from tests.integration.conftest import StartRouted
 from tests.integration.test_migration import ENGINE, GREEDY, MAX_TOKENS, VOCAB, Asked
 from worker.exit_codes import GPU_LOST_EXIT_CODE
 
+STEPS = MAX_TOKENS // 3  # in the middle of an answer
+
 
 async def test_a_failed_gpu_costs_no_answer_and_its_rank_says_why(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path
@@ -34,10 +36,9 @@ async def test_a_failed_gpu_costs_no_answer_and_its_rank_says_why(
         await workers.restart("decode-0")
         failing = workers.live["decode-0"]
         await until(lambda: fleet.count_ready(Role.DECODE) == 2 and failing.launch.epoch != first)
+        await asyncio.to_thread(Path(failing.launch.run_dir, FAULT_FILE).write_text, str(STEPS))
         asked = [Asked(live.app.service, prompt, GREEDY) for prompt in prompts]
-        await asyncio.gather(*(each.has(5) for each in asked))
-        await asyncio.to_thread(Path(failing.launch.run_dir, FAULT_FILE).touch)
-        assert await asyncio.to_thread(failing.ranks[0].wait, 20) == GPU_LOST_EXIT_CODE
+        assert await asyncio.to_thread(failing.ranks[0].wait, 60) == GPU_LOST_EXIT_CODE
         async with asyncio.timeout(60):
             await asyncio.gather(*(each.task for each in asked))
         assert [each.tokens for each in asked] == expected
