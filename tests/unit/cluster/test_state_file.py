@@ -73,8 +73,10 @@ def test_with_several_clusters_one_must_be_named() -> None:
 
 
 def test_a_process_that_ended_is_not_alive_before_it_is_reaped() -> None:
-    child = subprocess.Popen(["/bin/true"])
+    child = subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE)
     started = state_file.start_of(child.pid)
+    assert child.stdin is not None
+    child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not replace(mine(), pid=child.pid, started=started).is_alive
     child.wait()
