@@ -69,11 +69,11 @@ class ServedPair:
         raise RuntimeError(f"served: expected all answers to overlap, got none that do in {ATTEMPTS} attempts")
 
     async def _start(self) -> None:
-        controller = await self._resources.enter_async_context(live(self._spec))
-        address = controller.grpc_address
+        cluster = await self._resources.enter_async_context(live(self._spec))
+        address = cluster.grpc_address
         self._grpc = GrpcClient(address, None, tls=False, model="", api_key=None, ignore_eos=True)
         self._resources.push_async_callback(self._grpc.close)
-        url = urlsplit(f"http://{controller.http_address}/v1")
+        url = urlsplit(f"http://{cluster.http_address}/v1")
         self._http = OpenAiClient(OpenAiEndpoint(url, NAME, chat=False))
         self._resources.push_async_callback(self._http.close)
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.cli.commands.running import running_cluster
+from cluster.cli.commands.running import RunningCluster, running_cluster
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
-from cluster.control.controller import Controller
 from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
@@ -41,18 +40,18 @@ def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None)
 
 
 @asynccontextmanager
-async def live(spec: ClusterSpec) -> AsyncIterator[Controller]:
-    async with running_cluster(spec, say) as controller:
-        yield controller
+async def live(spec: ClusterSpec) -> AsyncIterator[RunningCluster]:
+    async with running_cluster(spec, say) as cluster:
+        yield cluster
 
 
-async def play(controller: Controller, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
-    client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
+async def play(cluster: RunningCluster, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
+    client = GrpcClient(cluster.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
         prompts = Prompts(trace, salt, await client.vocab_tokens())
         player = Player(trace, prompts, client, slo, LoadLimits())
         await player.warm_up(4)
-        return await player.play(controller.grpc_address)
+        return await player.play(cluster.grpc_address)
     finally:
         await client.close()
 

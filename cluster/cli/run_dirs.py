@@ -29,7 +29,15 @@ def run_base(cluster: str) -> Path:
     """
     base = private_base()
     sweep(base)
-    own = _fresh(base / f"{cluster[:16]}-{os.getpid()}")
+    return _fresh(_short_enough(base / f"{cluster[:16]}-{os.getpid()}"))
+
+
+def lasting_base(cluster: str) -> Path:
+    """As `run_base`, for a cluster whose workers may outlive this process: the next one uses the same folder."""
+    return _short_enough(private_base() / f"{cluster[:16]}-lasting")
+
+
+def _short_enough(own: Path) -> Path:
     if len(os.fsencode(own)) + SOCKET_NAME_BYTES > UNIX_PATH_BYTES:
         raise ConfigError(f"run folder: {own} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter path")
     return own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from cluster.spec.changes import SpecSource
@@ -33,10 +34,17 @@ class AutoscalerSettings(Protocol):
 class SpecApplier:
     """`source` is the spec that the cluster was last asked to have."""
 
-    def __init__(self, pools: ScalablePools, autoscaling: AutoscalerSettings, source: SpecSource) -> None:
+    def __init__(
+        self,
+        pools: ScalablePools,
+        autoscaling: AutoscalerSettings,
+        source: SpecSource,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._pools = pools
         self._autoscaling = autoscaling
-        self._source = source
+        self._on_change = on_change
+        self.source = source
         self._lock = asyncio.Lock()
 
     async def apply(self, text: str, *, dry_run: bool) -> tuple[str, ...]:
@@ -52,7 +60,7 @@ class SpecApplier:
             return await self._apply(text, dry_run)
 
     async def _apply(self, text: str, dry_run: bool) -> tuple[str, ...]:
-        before, after = self._source.spec, self._source.changed_by(text)
+        before, after = self.source.spec, self.source.changed_by(text)
         sizes = self._changed_sizes(before, after)
         changes = [f"{name}: {prefill} prefill and {decode} decode workers" for name, prefill, decode in sizes]
         if after.autoscaler != before.autoscaler:
@@ -67,7 +75,8 @@ class SpecApplier:
                 if number:
                     error.message += f" (set before that: {'; '.join(changes[:number])})"
                 raise
-        self._source = SpecSource(after, self._source.flags)
+        self.source = SpecSource(after, self.source.flags)
+        self._on_change()
         if after.autoscaler != before.autoscaler or sizes:
             await self._autoscaling.configure(after)
         return tuple(changes)

@@ -1,5 +1,5 @@
-"""The controller starts the cluster that the spec describes and keeps it running. It serves no request: if it stops
-answering, the data path continues.
+"""The controller starts the cluster that the spec describes and keeps it running. It serves no request: if it dies,
+the data path continues, and the next controller takes over what runs.
 
 This is the composition root: it builds every part, and no part imports it.
 """
@@ -19,14 +19,16 @@ from cluster.control.apply import SpecApplier
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.node_drainer import NodeDrainer
 from cluster.control.pool_scaler import PoolScaler
+from cluster.control.record import ClusterRecord, RecordWriter
 from cluster.control.redis import Redis
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
 from cluster.control.tasks import raise_failure, run_together
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
+from cluster.keeper.keeper import KeeperCalls
 from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import ResolvedCluster, free_ports
+from cluster.spec.resolve import ResolvedCluster, check_ports, free_ports
 from tandem.config.spec import Role
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -43,6 +45,7 @@ class Controller:
         self,
         cluster: ResolvedCluster,
         backend: Backend,
+        keeper: KeeperCalls,
         run_base: Path,
         log_dir: Path,
         source: SpecSource | None = None,
@@ -51,18 +54,21 @@ class Controller:
         self.log_dir = log_dir
         self.stop_requested = asyncio.Event()
         self.admin_address = ""  # empty until `start`
+        self.is_new = False  # whether it started the cluster, and took nothing over
         self._backend = backend
         self._run_base = run_base
         self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
         self._admin: grpc.aio.Server | None = None
-        self._drainer: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-        self.workers = Workers(cluster, backend, self._tls)
-        self.routers = Routers(cluster, backend, run_base)
-        self.scaler = PoolScaler(self.workers, self.spec.control)
+        self._record = RecordWriter(self._build_record, backend.keep)
+        touch = self._record.touch
+        self.workers = Workers(cluster, backend, self._tls, touch)
+        self.routers = Routers(cluster, backend, run_base, touch)
+        self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
-        self.applier = SpecApplier(self.scaler, self.autoscaling, source or SpecSource(self.spec, {}))
-        self._redis = Redis(self.spec.redis, run_base / "redis", log_dir)
+        self.applier = SpecApplier(self.scaler, self.autoscaling, source or SpecSource(self.spec, {}), touch)
+        self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
         status = StatusReport(
             self.spec,
@@ -91,18 +97,51 @@ class Controller:
         return self.routers.grpc_address
 
     async def start(self) -> None:
-        """Starts everything; `wait_ready` waits until it serves. Raises TandemError if a part cannot be started."""
-        self._run_base.mkdir(mode=0o700, parents=True)
-        await self._serve_admin()
-        await self._redis.start()
-        settings = EpochSettings(self.spec, self.admin_address, self._redis.url, self._run_base)
+        """Starts everything, or takes over what an earlier controller started; `wait_ready` waits until it serves.
+
+        Raises TandemError if a part cannot be started.
+        """
+        self._run_base.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._backend.open()
+        kept = await self._backend.kept()
+        await self._redis.start()
+        if kept:
+            await self._resume(ClusterRecord.model_validate_json(kept))
+        else:
+            self.is_new = True
+            check_ports(self.spec)
+            await self._serve_admin()
+            await run_together(
+                self.routers.start(self.admin_address, self._redis.url),
+                self.workers.start(self._epoch_settings(self.admin_address)),
+            )
+        self._record.start()
+        self._tasks.append(asyncio.create_task(self._node_drainer.run()))
+        await self.autoscaling.configure(self.applier.source.spec)
+
+    async def _resume(self, record: ClusterRecord) -> None:
+        """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
+        control = self.spec.control
+        self.applier.source = SpecSource(record.spec, record.flags)
         await run_together(
-            self.routers.start(self.admin_address, self._redis.url),
-            self.workers.start(settings),
+            self.routers.resume(record.routers),
+            self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers),
         )
-        self._drainer = asyncio.create_task(self._node_drainer.run())
-        await self.autoscaling.configure(self.spec)
+        await self._serve_admin()
+        self._tasks.append(asyncio.create_task(self.scaler.resume(record.under_way)))
+
+    def _epoch_settings(self, admin_address: str) -> EpochSettings:
+        return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)
+
+    def _build_record(self) -> ClusterRecord:
+        source = self.applier.source
+        return ClusterRecord(
+            spec=source.spec,
+            flags=dict(source.flags),
+            workers=self.workers.records(),
+            routers=self.routers.records(),
+            under_way=tuple(self.scaler.under_way),
+        )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:
         """Waits until every worker is registered, every link is up and every router serves.
@@ -126,10 +165,11 @@ class Controller:
 
     async def close(self) -> None:
         """Stops everything that was started, from any state."""
+        await self._record.close()
         await self.routers.close()  # first: running requests need the workers
-        if self._drainer is not None:
-            self._drainer.cancel()
-            await asyncio.gather(self._drainer, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.autoscaling.stop()
         await self.workers.close()
         await self._redis.stop()
@@ -140,8 +180,7 @@ class Controller:
 
     async def _pending(self) -> str:
         """Names what is not ready yet; empty if everything is."""
-        if self._drainer is not None:
-            raise_failure([self._drainer])
+        raise_failure(self._tasks)
         return await self.workers.pending() or await self.routers.pending()
 
     async def _serve_admin(self) -> None:
@@ -171,10 +210,16 @@ def needed_cpus(cluster: ResolvedCluster) -> float:
 
 
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
-    """Replaces router ports given as 0 by free ones, before any process is started with them."""
+    """Replaces ports given as 0 by free ones, before any process is started with them."""
     spec = cluster.spec
-    hosts = {"http_port": spec.router.http_host, "grpc_port": spec.router.grpc_host}
-    missing = [name for name in hosts if not getattr(spec.router, name)]
-    ports = free_ports(*(hosts[name] for name in missing))
-    router = spec.router.model_copy(update=dict(zip(missing, ports, strict=True)))
-    return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models, cluster.devices)
+    fields = {
+        ("router", "http_port"): spec.router.http_host,
+        ("router", "grpc_port"): spec.router.grpc_host,
+        ("control", "admin_port"): spec.control.admin_host,
+    }
+    missing = [(part, name) for part, name in fields if not getattr(getattr(spec, part), name)]
+    changes: dict[str, dict[str, int]] = {"router": {}, "control": {}}
+    for (part, name), port in zip(missing, free_ports(*(fields[each] for each in missing)), strict=True):
+        changes[part][name] = port
+    parts = {part: getattr(spec, part).model_copy(update=update) for part, update in changes.items()}
+    return ResolvedCluster(spec.model_copy(update=parts), cluster.models, cluster.devices)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
-from cluster.control.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change
-from cluster.control.worker_slot import WorkerSlot, WorkerState
+from cluster.control.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
+from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
+from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
 from tandem.config.spec import ControlSpec, Role
@@ -23,10 +25,24 @@ POLL_S = 0.1
 MAX_PARALLEL_STARTS = 4  # starting workers read weights from one disk, while other workers serve
 
 
+async def _no_note() -> None:
+    """Keeps nothing."""
+
+
 class PoolScaler:
-    def __init__(self, workers: Workers, control: ControlSpec, poll_s: float = POLL_S) -> None:
+    """`note`: keeps what is `under_way`, so that the next controller continues it."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        control: ControlSpec,
+        note: Callable[[], Awaitable[None]] = _no_note,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self.under_way: list[ScaleRecord | DrainRecord] = []
         self._workers = workers
         self._control = control
+        self._note = note
         self._poll_s = poll_s
         self._lock = asyncio.Lock()
 
@@ -50,25 +66,53 @@ class PoolScaler:
             model = self._workers.model(model_name)
             members = [await self._member(slot) for slot in self._workers.slots_of(model)]
             now = {role: sum(member.role is role for member in members) for role in Role}
+            prefill = now[Role.PREFILL] if prefill is None else prefill
+            decode = now[Role.DECODE] if decode is None else decode
             actions = plan_change(
                 members,
-                now[Role.PREFILL] if prefill is None else prefill,
-                now[Role.DECODE] if decode is None else decode,
+                prefill,
+                decode,
                 can_change_roles=model.spec.can_change_roles,
                 name_prefix=self._workers.name_prefix(model),
                 taken_ids=self._workers.slots.keys(),
             )
-            starts = [each for each in actions if isinstance(each, StartWorker)]
-            self._workers.check_room(model, [each.role for each in starts])
-            for changed in (each for each in actions if isinstance(each, ChangeRole)):
-                log.info("%s", changed)
-                self._workers.change_role(changed.worker_id, changed.role)
-            await self._start_all(model, starts)
-            for removed in (each for each in actions if isinstance(each, RemoveWorker)):
-                log.info("%s", removed)
-                await self.empty(self._workers.slots[removed.worker_id], move=True)
-                await self._workers.remove(removed.worker_id)
+            self._workers.check_room(model, [each.role for each in actions if isinstance(each, StartWorker)])
+            name = model.spec.served_name
+            async with self._noted(ScaleRecord(model=name, prefill=prefill, decode=decode)):
+                await self._carry_out(model, actions)
             return tuple(str(action) for action in actions)
+
+    async def _carry_out(self, model: ResolvedModel, actions: Sequence[PoolChange]) -> None:
+        for changed in (each for each in actions if isinstance(each, ChangeRole)):
+            log.info("%s", changed)
+            self._workers.change_role(changed.worker_id, changed.role)
+        await self._start_all(model, [each for each in actions if isinstance(each, StartWorker)])
+        for removed in (each for each in actions if isinstance(each, RemoveWorker)):
+            log.info("%s", removed)
+            await self.empty(self._workers.slots[removed.worker_id], move=True)
+            await self._workers.remove(removed.worker_id)
+
+    @asynccontextmanager
+    async def _noted(self, change: ScaleRecord | DrainRecord) -> AsyncIterator[None]:
+        self.under_way.append(change)
+        try:
+            await self._note()
+            yield
+        finally:
+            self.under_way.remove(change)
+            self._workers.on_change()
+
+    async def resume(self, changes: Sequence[ScaleRecord | DrainRecord]) -> None:
+        """Continues what an earlier controller had begun. A change that cannot be made any more is logged."""
+        for change in changes:
+            log.info("continuing a change of the controller before: %s", change)
+            try:
+                if isinstance(change, ScaleRecord):
+                    await self.scale(change.model, change.prefill, change.decode)
+                elif (slot := self._workers.slots.get(change.worker_id)) is not None and slot.epoch == change.epoch:
+                    await self.drain(change.worker_id, restart=change.restart, move=change.move)
+            except TandemError as error:
+                log.warning("%s could not be continued: %s", change, error.message)
 
     async def drain(self, worker_id: str, *, restart: bool, move: bool) -> None:
         """Empties a worker, then removes it, or restarts it and waits until it is ready.
@@ -83,17 +127,18 @@ class PoolScaler:
             alone = [each for each in self._workers.slots_of(slot.model) if each.role is Role.DECODE] == [slot]
             if alone and not restart:
                 raise ConfigError(f"worker_id: {worker_id} is the model's last decode worker", field="worker_id")
-            await self.empty(slot, move=move and not alone)
-            if restart:
-                epoch = slot.epoch
-                slot.restart("restarted by request")
-                await self._until(
-                    lambda: slot.epoch != epoch and slot.state is WorkerState.READY,
-                    f"{worker_id} to be ready again",
-                    slot,
-                )
-            else:
-                await self._workers.remove(worker_id)
+            async with self._noted(DrainRecord(worker_id=worker_id, epoch=slot.epoch, restart=restart, move=move)):
+                await self.empty(slot, move=move and not alone)
+                await (self._restart(slot) if restart else self._workers.remove(worker_id))
+
+    async def _restart(self, slot: WorkerSlot) -> None:
+        epoch = slot.epoch
+        slot.restart("restarted by request")
+        await self._until(
+            lambda: slot.epoch != epoch and slot.state is WorkerState.READY,
+            f"{slot.worker_id} to be ready again",
+            slot,
+        )
 
     async def _start_all(self, model: ResolvedModel, starts: Sequence[StartWorker]) -> None:
         """Starts workers in parallel. If some fail, the others stay, and the error lists every failure."""

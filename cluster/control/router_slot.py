@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
-from cluster.backends.supervisor import python
+from cluster.backends.protocol import MemberHandle
+from cluster.control.record import RouterRecord
+from cluster.keeper.members import MemberStart, ProcessSpec, RunningProcess, is_running
+from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
-from tandem.config.launch import RouterLaunch
 from tandem.config.spec import ClusterSpec, RouterSpec
 from tandem.errors import PortInUse
 
@@ -45,14 +47,19 @@ class RouterStatus:
 class RouterSlot:
     """Restarts keep the router's addresses."""
 
-    def __init__(self, launch: RouterLaunch, member: MemberHandle, run_dir: Path) -> None:
+    def __init__(
+        self, record: RouterRecord, member: MemberHandle, run_dir: Path, on_change: Callable[[], None]
+    ) -> None:
+        launch = record.launch
         self.name = launch.router_id
         self.http_address = f"{launch.router.http_host}:{launch.router.http_port}"
         self.grpc_address = f"{launch.router.grpc_host}:{launch.router.grpc_port}"
         self.control_address = f"unix:{launch.controller_socket}"  # in a private folder, so without TLS
-        self.restarts = 0
+        self.restarts = record.restarts
         self.failure = ""  # why the router cannot start; empty while it may
+        self._launch = launch
         self._member = member
+        self._on_change = on_change
         self._start = MemberStart(
             run_dir=str(run_dir),
             files={"launch.json": launch.model_dump_json()},
@@ -64,9 +71,12 @@ class RouterSlot:
                 ),
             ),
         )
-        self._has_served = False
+        self._has_served = record.has_served
         self._is_restarting = False
         self._closing = False
+
+    def record(self) -> RouterRecord:
+        return RouterRecord(launch=self._launch, restarts=self.restarts, has_served=self._has_served)
 
     async def run(self) -> None:
         """Restarts the router whenever it ends, until it is closed or fails to start."""
@@ -78,6 +88,7 @@ class RouterSlot:
                 log.warning("%s ended: %s", self.name, reason)
                 self.restarts += 1
                 self._is_restarting = True
+                self._on_change()
                 await self._member.stop()
                 await asyncio.sleep(RESTART_DELAY_S)
         finally:
@@ -86,7 +97,11 @@ class RouterSlot:
     async def _run_once(self) -> str:
         """Returns why the router ended. Raises only before it ever served: the start says why."""
         try:
-            await self._member.start(self._start)
+            found = await self._member.running()
+            if found is not None and not is_running(found, self._start):  # it ended while there was no controller
+                return found.end.reason if found.end is not None else "it was started otherwise"
+            if found is None:
+                await self._member.start(self._start)
             self._is_restarting = False
             return (await self._member.wait_end()).reason
         except Exception as error:
@@ -105,7 +120,8 @@ class RouterSlot:
 
     async def processes(self) -> list[RunningProcess]:
         """Named after the router, since all routers run the same program."""
-        return [RunningProcess(name=self.name, pid=found.pid) for found in await self._member.processes()]
+        running = await self._member.running()
+        return [RunningProcess(name=self.name, pid=each.pid) for each in (running.processes if running else ())]
 
     async def _state(self) -> RouterState:
         if self.failure:
@@ -113,7 +129,9 @@ class RouterSlot:
         if self._is_restarting:
             return RouterState.RESTARTING
         if await self._serves():
-            self._has_served = True
+            if not self._has_served:
+                self._has_served = True
+                self._on_change()
             return RouterState.READY
         return RouterState.NOT_READY if self._has_served else RouterState.STARTING
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from cluster.backends.protocol import Backend, RunningProcess
+from cluster.backends.protocol import Backend
+from cluster.control.record import RouterRecord
 from cluster.control.router_slot import RouterSlot, RouterState, RouterStatus, router_specs
 from cluster.control.router_traces import RouterTraces
 from cluster.control.tasks import raise_failure
+from cluster.keeper.members import RunningProcess
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Role
+from tandem.config.spec import Role, RouterSpec
 from tandem.errors import ConfigError
 from tandem.v1 import trace_pb2
 
@@ -20,11 +23,14 @@ from tandem.v1 import trace_pb2
 class Routers:
     """The addresses shown to users are those of the first router."""
 
-    def __init__(self, cluster: ResolvedCluster, backend: Backend, run_base: Path) -> None:
+    def __init__(
+        self, cluster: ResolvedCluster, backend: Backend, run_base: Path, on_change: Callable[[], None]
+    ) -> None:
         self.slots: list[RouterSlot] = []
         self._cluster = cluster
         self._backend = backend
         self._run_base = run_base
+        self._on_change = on_change
         self._controller_secret = secrets.token_hex(16)
         self._salt_secret = secrets.token_hex(32)
         self._tasks: list[asyncio.Task[None]] = []
@@ -45,29 +51,49 @@ class Routers:
 
     async def start(self, controller_address: str, redis_url: str | None) -> None:
         """Starts every router of the spec. Raises PortInUse if too few ports are free."""
-        spec = self._cluster.spec
-        for number, router in enumerate(router_specs(spec)):
-            router_id = f"router-{number}"
-            run_dir = self._run_base / router_id
-            launch = RouterLaunch(
-                cluster=spec.name,
-                router_id=router_id,
-                router=router,
-                models=tuple(_served(model) for model in self._cluster.models),
-                controller_address=controller_address,
-                redis_url=redis_url,
-                controller_secret=self._controller_secret,
-                observability=spec.observability,
-                controller_socket=str(run_dir / "controller.sock"),
-                tls=spec.security.tls,
-                auth=spec.security.auth,
-                salt_secret=self._salt_secret,
-                log_level=spec.log_level,
-            )
-            member = await self._backend.place_local(launch.router_id)
-            slot = RouterSlot(launch, member, run_dir)
+        launches = [
+            self._launch(number, router, controller_address, redis_url)
+            for number, router in enumerate(router_specs(self._cluster.spec))
+        ]
+        for launch in launches:  # a controller that died during its start may have left one
+            await (await self._backend.place_local(launch.router_id)).stop()
+        await self._add(RouterRecord(launch=launch, restarts=0, has_served=False) for launch in launches)
+
+    async def resume(self, records: Sequence[RouterRecord]) -> None:
+        """Takes over the routers of an earlier controller."""
+        for record in records:
+            self._controller_secret = record.launch.controller_secret or self._controller_secret
+        await self._add(records)
+
+    def records(self) -> tuple[RouterRecord, ...]:
+        return tuple(slot.record() for slot in self.slots)
+
+    async def _add(self, records: Iterable[RouterRecord]) -> None:
+        for record in records:
+            name = record.launch.router_id
+            member = await self._backend.place_local(name)
+            slot = RouterSlot(record, member, self._run_base / name, self._on_change)
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(slot.run()))
+
+    def _launch(self, number: int, router: RouterSpec, controller_address: str, redis_url: str | None) -> RouterLaunch:
+        spec = self._cluster.spec
+        router_id = f"router-{number}"
+        return RouterLaunch(
+            cluster=spec.name,
+            router_id=router_id,
+            router=router,
+            models=tuple(_served(model) for model in self._cluster.models),
+            controller_address=controller_address,
+            redis_url=redis_url,
+            controller_secret=self._controller_secret,
+            observability=spec.observability,
+            controller_socket=str(self._run_base / router_id / "controller.sock"),
+            tls=spec.security.tls,
+            auth=spec.security.auth,
+            salt_secret=self._salt_secret,
+            log_level=spec.log_level,
+        )
 
     async def status(self) -> list[RouterStatus]:
         return await asyncio.gather(*(router.status() for router in self.slots))

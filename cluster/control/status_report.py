@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.control.autoscaling import Autoscaling
+from cluster.control.record import WorkerState
 from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
-from cluster.control.worker_slot import ROLES, WorkerSlot, WorkerState
+from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2

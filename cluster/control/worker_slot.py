@@ -7,11 +7,12 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, ProcessSpec, RunningProcess
-from cluster.backends.supervisor import python
+from cluster.backends.protocol import MemberHandle
+from cluster.control.record import WorkerRecord, WorkerState
+from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess, is_running
+from cluster.keeper.supervisor import python
 from cluster.spec.resolve import ResolvedModel
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
@@ -38,13 +39,6 @@ def new_epoch() -> int:
     return secrets.randbits(62) + 1
 
 
-class WorkerState(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True, slots=True)
 class EpochSettings:
     """What every epoch of every worker is started with."""
@@ -69,6 +63,7 @@ class WorkerSlot:
         members: Sequence[MemberHandle],
         settings: EpochSettings,
         on_change: Callable[[WorkerSlot], None],
+        record: WorkerRecord | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.role = role
@@ -87,6 +82,30 @@ class WorkerSlot:
         self._ready_since_s: float | None = None
         self._gpu_losses = 0  # starts in a row that failed on a GPU
         self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`
+        if record is not None:
+            self._continue(record)
+
+    def _continue(self, record: WorkerRecord) -> None:
+        """Takes over what an earlier controller started."""
+        self.state, self.reason = record.state, record.reason
+        self.epoch, self.restarts = record.epoch, record.restarts
+        self._was_ever_ready = record.was_ever_ready
+        if record.info:
+            self.info = cluster_pb2.WorkerInfo.FromString(bytes.fromhex(record.info))
+            self._ready_since_s = asyncio.get_running_loop().time()
+
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            model=self.model.spec.served_name,
+            role=self.role,
+            epoch=self.epoch,
+            restarts=self.restarts,
+            state=self.state,
+            reason=self.reason,
+            was_ever_ready=self._was_ever_ready,
+            info=self.info.SerializeToString().hex() if self.info is not None else "",
+        )
 
     async def run(self) -> None:
         """Runs one epoch after another until cancelled or given up."""
@@ -112,12 +131,14 @@ class WorkerSlot:
         return epoch == self.epoch and self.state is not WorkerState.FAILED
 
     def registered(self, info: cluster_pb2.WorkerInfo) -> None:
+        was_ready = self.state is WorkerState.READY  # it registers again with another controller, or other agents
         self.info = info
         self._was_ever_ready = True
         self._gpu_losses = 0
         self.state, self.reason = WorkerState.READY, ""
-        self._ready_since_s = asyncio.get_running_loop().time()
-        self._on_change(self)
+        if not was_ready:
+            self._ready_since_s = asyncio.get_running_loop().time()
+            self._on_change(self)
 
     def refuse(self, reason: str) -> None:
         """Gives the worker up: it can never work."""
@@ -130,8 +151,8 @@ class WorkerSlot:
             self._restart_reason.set_result(MemberEnd(reason=reason))
 
     async def processes(self) -> list[RunningProcess]:
-        found = await asyncio.gather(*(member.processes() for member in self._members))
-        return [process for member in found for process in member]
+        found = await asyncio.gather(*(member.running() for member in self._members))
+        return [process for member in found if member is not None for process in member.processes]
 
     async def _observed_epoch(self) -> MemberEnd:
         """An epoch that cannot be run ends like any other, unless the worker never was ready: the start says why."""
@@ -145,8 +166,8 @@ class WorkerSlot:
 
     async def _run_epoch(self) -> MemberEnd:
         """Returns why the epoch ended."""
-        launch = self._launch()
-        await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
+        if (ended := await self._start_members()) is not None:
+            return ended
         self._restart_reason = asyncio.get_running_loop().create_future()
         ends: list[asyncio.Future[MemberEnd]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
         ends.append(self._restart_reason)
@@ -162,6 +183,18 @@ class WorkerSlot:
         finally:
             for end in ends:
                 end.cancel()
+
+    async def _start_members(self) -> MemberEnd | None:
+        """Starts every rank, unless an earlier controller has. Returns why the epoch ended meanwhile; None: it runs."""
+        launch = self._launch()
+        starts = [self._start(launch, rank) for rank in range(len(self._members))]
+        found = await asyncio.gather(*(member.running() for member in self._members))
+        if not all(map(is_running, found, starts)):
+            if self.state is WorkerState.READY or any(found):
+                ends = [each.end for each in found if each is not None and each.end is not None]
+                return ends[0] if ends else MemberEnd(reason=f"{self.worker_id} did not run completely")
+            await asyncio.gather(*(member.start(start) for member, start in zip(self._members, starts, strict=True)))
+        return None
 
     def _epoch_ended(self, end: MemberEnd) -> None:
         self.info = None

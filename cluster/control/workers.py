@@ -11,8 +11,9 @@ import grpc.aio
 
 from cluster.backends.protocol import Backend, Resources
 from cluster.control.directory import Directory
+from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.tasks import raise_failure, run_together
-from cluster.control.worker_slot import ROLES, EpochSettings, WorkerSlot, WorkerState
+from cluster.control.worker_slot import ROLES, EpochSettings, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
 from kvtransfer.control import REACHABLE, LinkState
 from tandem.config.spec import EngineSpec, Role
@@ -31,16 +32,24 @@ STATE_TIMEOUT_S = 2.0
 class Workers:
     """Adds, removes and watches workers. `start` comes first: until then there are none.
 
-    `announce` receives one sentence for each change that a user may want to see.
+    `announce` receives one sentence for each change that a user may want to see. `on_change`: what `records` returns
+    has changed.
     """
 
-    def __init__(self, cluster: ResolvedCluster, backend: Backend, tls: ClusterTls | None) -> None:
+    def __init__(
+        self,
+        cluster: ResolvedCluster,
+        backend: Backend,
+        tls: ClusterTls | None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.slots: dict[str, WorkerSlot] = {}
         self.directory = Directory()
         self.announce: Callable[[str], None] = lambda text: None
         self._spec = cluster.spec
         self._models = cluster.models
         self._backend = backend
+        self.on_change = on_change
         self._settings: EpochSettings | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._channels = ChannelCache(tls, Identity.WORKER)
@@ -71,12 +80,22 @@ class Workers:
     async def start(self, settings: EpochSettings) -> None:
         """Starts every worker of the spec. Raises ConfigError if one has no room."""
         self._settings = settings
+        await self._backend.release_others(())
         starts = []
         for model, role in sorted(product(self._models, Role), key=_gpu_share, reverse=True):
             prefix = self.name_prefix(model)
             names = [f"{prefix}{role.value}-{number}" for number in range(model.spec.pool(role).workers)]
             starts += [self.add(name, role, model) for name in names]
         await run_together(*starts)
+
+    async def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
+        """Takes over the workers of an earlier controller. Raises ConfigError if one that ended has no room."""
+        self._settings = settings
+        await self._backend.release_others([record.worker_id for record in records])
+        await run_together(*(self._add(each.worker_id, each.role, self.model(each.model), each) for each in records))
+
+    def records(self) -> tuple[WorkerRecord, ...]:
+        return tuple(slot.record() for slot in self.slots.values())
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -117,13 +136,21 @@ class Workers:
 
     async def add(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
         """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
+        return await self._add(worker_id, role, model)
+
+    async def _add(
+        self, worker_id: str, role: Role, model: ResolvedModel, record: WorkerRecord | None = None
+    ) -> WorkerSlot:
         if self._settings is None:
             raise ConfigError(f"{worker_id}: expected a started cluster: a worker can be added only after the start")
         resources = _rank_resources(model.spec.engine_of(role), own_ray=self._spec.control.ray_address is None)
         members = await self._backend.place(worker_id, [resources] * model.spec.pool(role).tp)
-        slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed)
+        slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed, record)
         self.slots[worker_id] = slot
+        if slot.info is not None:
+            self.directory.put(self._listed(slot, slot.info))
         self.directory.put_place(_place(slot))
+        self.on_change()
         self._tasks[worker_id] = asyncio.create_task(slot.run())
         return slot
 
@@ -133,6 +160,7 @@ class Workers:
         slot.role = role
         self.directory.put_place(_place(slot))
         self.directory.change(worker_id, role=ROLES[role])
+        self.on_change()
         self.announce(f"{worker_id} is a {role.value} worker now")
 
     def set_drain(self, slot: WorkerSlot, drain: cluster_pb2.Drain.ValueType) -> None:
@@ -149,6 +177,7 @@ class Workers:
         await asyncio.gather(task, return_exceptions=True)
         await self._backend.release(worker_id)
         await self._channels.forget(worker_id)
+        self.on_change()
         self.announce(f"{worker_id} left the cluster")
 
     def register(self, info: cluster_pb2.WorkerInfo) -> None:
@@ -159,13 +188,19 @@ class Workers:
             raise ConfigError(
                 f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
             )
-        info.role, info.drain = ROLES[slot.role], slot.drain  # both may have changed since the epoch started
         try:
-            self.directory.put(info)
+            self.directory.put(self._listed(slot, info))
         except TandemError as error:
             slot.refuse(error.message)
             raise
         slot.registered(info)
+        self.on_change()
+
+    @staticmethod
+    def _listed(slot: WorkerSlot, info: cluster_pb2.WorkerInfo) -> cluster_pb2.WorkerInfo:
+        """Role and drain may have changed since the epoch started."""
+        info.role, info.drain = ROLES[slot.role], slot.drain
+        return info
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
         if slot.state is WorkerState.READY:
@@ -173,6 +208,7 @@ class Workers:
         else:
             self.directory.remove(slot.worker_id)
         self.directory.put_place(_place(slot))
+        self.on_change()
 
     # --- state -------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class ResolvedCluster:
 
 def resolve(spec: ClusterSpec, progress: Progress, probe: GpuProbe = probe_gpus) -> ResolvedCluster:
     """Raises ConfigError or a subclass, with the field, what was expected and what to do."""
-    check_ports(spec)
+    if spec.control.ray_address is None:  # on a Ray cluster of its own, the routers may run already
+        check_ports(spec)
     check_transfer(spec)
     for warning in check_tls(spec):
         progress(warning)

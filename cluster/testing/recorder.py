@@ -11,20 +11,13 @@ import argparse
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.backends.protocol import (
-    Backend,
-    MemberEnd,
-    MemberHandle,
-    MemberStart,
-    ProcessSpec,
-    Resources,
-    RunningProcess,
-)
-from cluster.backends.supervisor import python
+from cluster.backends.protocol import Backend, MemberHandle, Resources
+from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningMember
+from cluster.keeper.supervisor import python
 
 
 @dataclass(slots=True)
@@ -38,11 +31,23 @@ class RecordingBackend:
     async def open(self) -> None:
         await self.inner.open()
 
+    async def wait_lost(self) -> str:
+        return await self.inner.wait_lost()
+
+    async def keep(self, record: str) -> None:
+        await self.inner.keep(record)
+
+    async def kept(self) -> str:
+        return await self.inner.kept()
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         return [RecordingMember(each, group, self.folder) for each in await self.inner.place(group, members)]
 
     async def place_local(self, name: str) -> MemberHandle:
         return await self.inner.place_local(name)
+
+    async def release_others(self, groups: Collection[str]) -> None:
+        await self.inner.release_others(groups)
 
     async def release(self, group: str) -> None:
         await self.inner.release(group)
@@ -74,8 +79,8 @@ class RecordingMember:
     async def wait_end(self) -> MemberEnd:
         return await self.inner.wait_end()
 
-    async def processes(self) -> tuple[RunningProcess, ...]:
-        return await self.inner.processes()
+    async def running(self) -> RunningMember | None:
+        return await self.inner.running()
 
     async def stop(self) -> None:
         await self.inner.stop()

@@ -27,6 +27,9 @@ import yaml
 from cluster.spec.resolve import free_ports
 
 READY_TIMEOUT_S = 300.0
+RAY_HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others
+ENDS_WITHIN_S = 60.0
+RAY = str(Path(sys.executable).with_name("ray"))
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
 
 
@@ -198,3 +201,49 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]
     assert running.survivors() == []
+
+
+class RayNodes:
+    """A Ray cluster whose nodes are all on this machine, each with one CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        (self._port,) = free_ports(RAY_HOST)
+        self._log = folder / "ray.log"
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.address = f"{RAY_HOST}:{self._port}"
+        self._start("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={folder}")
+        deadline = time.monotonic() + 60.0
+        while self._run("health-check", "--address", self.address).returncode:
+            assert time.monotonic() < deadline, self._log.read_text()
+
+    def add(self) -> subprocess.Popen[bytes]:
+        return self._start(f"--address={self.address}")
+
+    def close(self) -> None:
+        for node in reversed(self._nodes):
+            family = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+            node.send_signal(signal.SIGINT)  # at once, where SIGTERM drains first
+            node.wait(ENDS_WITHIN_S)
+            for process in psutil.wait_procs(family, timeout=10)[1]:
+                process.kill()
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        options = ("--num-cpus=1", "--object-store-memory=83886080", f"--node-ip-address={RAY_HOST}", "--block")
+        with self._log.open("ab") as log:
+            command = (RAY, "start", *options, *arguments)
+            self._nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        return self._nodes[-1]
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run((RAY, *arguments), capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    folder = Path(f"/tmp/ray-nodes-{os.getpid()}")  # short: Ray's unix sockets lie below it
+    folder.mkdir(mode=0o700)
+    running = RayNodes(folder)
+    yield running
+    running.close()
+    subprocess.run(["rm", "-rf", str(folder)], check=True)

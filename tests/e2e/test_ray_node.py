@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,65 +15,15 @@ import openai
 import psutil
 import pytest
 
-from cluster.spec.resolve import free_ports
 from tandem.testing.models import random_prompt, write_tiny_llama
-from tests.e2e.conftest import Cluster
+from tests.e2e.conftest import ENDS_WITHIN_S, Cluster, RayNodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VOCAB = 300
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), {"temperature": 0.8, "seed": n}) for n in range(4)]
-HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others
-ENDS_WITHIN_S = 60.0
 DRAIN_S = 30.0  # Ray's default: so long a node that gets SIGTERM waits for what runs on it
 ANSWER_TOKENS = 1600  # seconds: an answer that began before a worker is drained has not ended by then
 COUNTS = ("tandem_retries_total", "tandem_moves_total")
-RAY = str(Path(sys.executable).with_name("ray"))
-
-
-class RayNodes:
-    """A Ray cluster whose nodes are all on this machine, each with one CPU."""
-
-    def __init__(self, folder: Path) -> None:
-        (self._port,) = free_ports(HOST)
-        self._log = folder / "ray.log"
-        self._nodes: list[subprocess.Popen[bytes]] = []
-        self.address = f"{HOST}:{self._port}"
-        self._start("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={folder}")
-        deadline = time.monotonic() + 60.0
-        while self._run("health-check", "--address", self.address).returncode:
-            assert time.monotonic() < deadline, self._log.read_text()
-
-    def add(self) -> subprocess.Popen[bytes]:
-        return self._start(f"--address={self.address}")
-
-    def close(self) -> None:
-        for node in reversed(self._nodes):
-            family = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
-            node.send_signal(signal.SIGINT)  # at once, where SIGTERM drains first
-            node.wait(ENDS_WITHIN_S)
-            for process in psutil.wait_procs(family, timeout=10)[1]:
-                process.kill()
-
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        options = ("--num-cpus=1", "--object-store-memory=83886080", f"--node-ip-address={HOST}", "--block")
-        with self._log.open("ab") as log:
-            command = (RAY, "start", *options, *arguments)
-            self._nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        return self._nodes[-1]
-
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run((RAY, *arguments), capture_output=True, check=False, timeout=60)
-
-
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    folder = Path(f"/tmp/ray-nodes-{os.getpid()}")  # short: Ray's unix sockets lie below it
-    folder.mkdir(mode=0o700)
-    running = RayNodes(folder)
-    yield running
-    running.close()
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
 async def answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ import yaml
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.controller import Controller, with_free_ports
-from cluster.control.worker_slot import WorkerState
+from cluster.control.record import WorkerState
+from cluster.keeper.keeper import Keeper
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import resolve
 from router.testing.stub_worker import until
@@ -57,9 +58,11 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     folder = tmp_path_factory.mktemp("r")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     spec = ClusterSpec.model_validate(tiny_spec(str(model)))
+    keeper = Keeper(folder / "logs")
     controller = Controller(
         with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(folder / "logs"),
+        SubprocessBackend(keeper),
+        keeper,
         folder / "run",
         folder / "logs",
         SpecSource(spec, {}),

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.backends.subprocess_backend import LocalMember
 from cluster.control.worker_slot import EpochSettings, WorkerSlot
+from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve_models
 from tandem.config.spec import ClusterSpec, EngineSpec, Role
 from tandem.errors import WorkerLost
@@ -55,7 +56,8 @@ async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_fold
         {"models": [{"source": source, "decode": {"tp": 2}, "engine": {"kv_blocks": 32, "kernels": "torch"}}]}
     )
     (model,) = resolve_models(spec, lambda what: None, fetch=False)
-    members = [LocalMember(f"rank{rank}", short_folder / "logs") for rank in range(2)]
+    keeper = Keeper(short_folder / "logs")
+    members = [LocalMember(f"rank{rank}", keeper) for rank in range(2)]
     settings = EpochSettings(spec, "127.0.0.1:1", None, short_folder / "run")
     slot = WorkerSlot("w", Role.DECODE, model, members, settings, lambda slot: None)
     task = asyncio.create_task(slot.run())
@@ -83,7 +85,8 @@ async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_fold
 async def process_of(member: LocalMember, name: str) -> psutil.Process:
     async with asyncio.timeout(20):
         while True:
-            for each in await member.processes():
+            running = await member.running()
+            for each in running.processes if running is not None else ():
                 if each.name == name:
                     return psutil.Process(each.pid)
             await asyncio.sleep(0.01)

@@ -21,6 +21,7 @@ from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.commands.status import to_json
 from cluster.control.controller import Controller, with_free_ports
 from cluster.control.router_slot import RouterSlot, RouterState
+from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve
 from tandem.config.spec import ClusterSpec
 from tandem.errors import NotFound
@@ -112,9 +113,11 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
             "control": {"admin_port": 0, "backend": "subprocess"},
         }
     )
+    keeper = Keeper(folder / "logs")
     controller = Controller(
         with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(folder / "logs"),
+        SubprocessBackend(keeper),
+        keeper,
         folder / "run",
         folder / "logs",
     )

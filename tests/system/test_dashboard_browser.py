@@ -26,6 +26,7 @@ from cluster.cli.admin_client import Admin
 from cluster.cli.top.app import TopApp
 from cluster.cli.top.source import FrameSource
 from cluster.control.controller import Controller, with_free_ports
+from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve
 from tandem.config.spec import ClusterSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -69,9 +70,11 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
             "control": {"admin_port": 0, "backend": "subprocess"},
         }
     )
+    keeper = Keeper(folder / "logs")
     controller = Controller(
         with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(folder / "logs"),
+        SubprocessBackend(keeper),
+        keeper,
         folder / "run",
         folder / "logs",
     )

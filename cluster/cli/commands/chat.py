@@ -12,8 +12,8 @@ import grpc.aio
 from rich.console import Console
 
 from cluster.cli import state_file
-from cluster.cli.commands.running import run_interruptible
 from cluster.cli.router_client import chat_request, edge_channel, generate
+from cluster.interruptible import run_interruptible
 from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
 

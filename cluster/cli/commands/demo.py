@@ -13,9 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.commands.running import run_interruptible, running_cluster
+from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
 from cluster.cli.router_client import chat_request, edge_channel, generate
+from cluster.interruptible import run_interruptible
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import free_ports, port_is_free
 from tandem.config.spec import DEMO_MODEL, ClusterSpec
@@ -66,10 +67,10 @@ async def _demo(console: Console) -> int:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {what}[/]")
 
     console.print("[bold]Tandem[/]: one prefill worker, one decode worker; KV blocks move from one to the other")
-    async with running_cluster(demo_spec(), progress) as controller:
+    async with running_cluster(demo_spec(), progress) as cluster:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
-        tls = controller.spec.router.tls
-        async with edge_channel(controller.grpc_address, tls.cert if tls is not None else None) as channel:
+        tls = cluster.spec.router.tls
+        async with edge_channel(cluster.grpc_address, tls.cert if tls is not None else None) as channel:
             asked = [DemoRequest(question) for question in PROMPTS]
             await _ask(console, channel, asked)
             again = DemoRequest(PROMPTS[0])

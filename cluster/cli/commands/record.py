@@ -13,8 +13,8 @@ import grpc.aio
 from rich.console import Console
 
 from cluster.cli.admin_client import Admin
-from cluster.cli.commands.running import run_interruptible
 from cluster.cli.request_trace import trace_error
+from cluster.interruptible import run_interruptible
 from tandem.errors import ConfigError
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
 

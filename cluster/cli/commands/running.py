@@ -1,113 +1,172 @@
-"""A running cluster as an async context manager, for `up` and `demo`."""
+"""A running cluster as an async context manager, for `up` and `demo`. This process is its keeper."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import shutil
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from cluster.backends.protocol import Backend
 from cluster.backends.ray_env import prepare_local_ray
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli import state_file
-from cluster.cli.run_dirs import ray_base, run_base
-from cluster.control.controller import Controller, needed_cpus, with_free_ports
+from cluster.cli.run_dirs import lasting_base, ray_base, run_base
+from cluster.control.controller import with_free_ports
+from cluster.control.launch import FAILED, LAUNCH_FILE, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
+from cluster.keeper.keeper import Keeper
+from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
+from cluster.keeper.remote import KeeperServer
+from cluster.keeper.supervisor import python
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, resolve
 from tandem.config.spec import ClusterSpec
-from tandem.errors import TandemError
+from tandem.errors import TandemError, UnavailableError
 
 Progress = Callable[[str], None]
 
+CONTROLLER = "controller"  # the keeper's name for it
+CLOSE_S = 60.0  # added to the routers' drain: how long a controller may take to stop the cluster
+STABLE_S = 10.0  # a controller that ran for so long is followed by the next without delay
+MAX_DELAY_S = 5.0
 
-def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
-    control = cluster.spec.control
-    if control.backend == "subprocess":
-        return SubprocessBackend(log_dir, cluster.devices)
-    if control.ray_address is None:
-        prepare_local_ray(cluster.spec.security.tls, control.devices)
-    from cluster.backends.ray_backend import (  # noqa: PLC0415 (importing Ray takes almost a second)
-        RayBackend,
-    )
 
-    return RayBackend(
-        log_dir,
-        ray_base(),
-        address=control.ray_address,
-        cpus=needed_cpus(cluster),
-        gpus=len(cluster.devices),
-        place_timeout_s=control.start_timeout_s,
-    )
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """`routers`: pairs of HTTP and gRPC address. The first router's are those shown to users."""
+
+    spec: ClusterSpec
+    log_dir: Path
+    admin_address: str
+    routers: tuple[tuple[str, str], ...]
+    stopped: asyncio.Event  # set when the cluster was stopped by its admin API
+
+    @property
+    def http_address(self) -> str:
+        return self.routers[0][0]
+
+    @property
+    def grpc_address(self) -> str:
+        return self.routers[0][1]
+
+
+class Controllers:
+    """Runs a controller, and another one whenever it dies, which takes over what runs. If the first cannot start the
+    cluster, that is the end."""
+
+    def __init__(self, launch: ControllerLaunch, progress: Progress) -> None:
+        self.keeper = Keeper(Path(launch.log_dir))
+        self.stopped = asyncio.Event()
+        self._progress = progress
+        self._server = KeeperServer(self.keeper, self._reported)
+        self._socket = Path(launch.keeper_socket)
+        run_dir = f"{launch.run_base}/{CONTROLLER}"
+        process = ProcessSpec(
+            name=CONTROLLER,
+            argv=python("cluster.control", f"{run_dir}/{LAUNCH_FILE}"),
+            stop_grace_s=launch.spec.router.drain_timeout_s + CLOSE_S,
+        )
+        files = {LAUNCH_FILE: launch.model_dump_json()}
+        self._start = MemberStart(run_dir=run_dir, files=files, processes=(process,))
+        self._ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> ReadyReport:
+        """Returns when the cluster serves. Raises TandemError if it cannot."""
+        self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self._server.serve(self._socket)
+        self._task = asyncio.create_task(self._run())
+        return await self._ready
+
+    async def close(self) -> None:
+        """The controller stops the cluster. What it leaves is stopped here."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.keeper.stop(CONTROLLER)
+        await self._server.close()
+        await self.keeper.close()
+
+    async def _run(self) -> None:
+        loop, delay_s = asyncio.get_running_loop(), 0.0
+        while True:
+            started_s = loop.time()
+            await self.keeper.start(CONTROLLER, self._start)
+            end = await self.keeper.wait_end(CONTROLLER)
+            if self._is_final(end):
+                return
+            self._progress(f"{end.reason}; the next one takes over")
+            await self.keeper.stop(CONTROLLER)
+            delay_s = 0.0 if loop.time() - started_s >= STABLE_S else min(MAX_DELAY_S, 2 * delay_s + 0.1)
+            await asyncio.sleep(delay_s)
+
+    def _is_final(self, end: MemberEnd) -> bool:
+        if end.exit_code == 0:
+            self.stopped.set()
+        elif not self._ready.done() and end.exit_code is not None:
+            self._ready.set_exception(UnavailableError(end.reason))
+        return end.exit_code == 0 or (self._ready.done() and self._ready.exception() is not None)
+
+    def _reported(self, kind: str, text: str) -> None:
+        if kind == PROGRESS:
+            self._progress(text)
+        elif kind == READY and not self._ready.done():
+            self._ready.set_result(ReadyReport.model_validate_json(text))
+        elif kind == FAILED:
+            error = FailureReport.model_validate_json(text).error()
+            if self._ready.done():
+                self._progress(f"the controller could not take over: {error.message}")
+            else:
+                self._ready.set_exception(error)
 
 
 @asynccontextmanager
 async def running_cluster(
     spec: ClusterSpec, progress: Progress, source: SpecSource | None = None
-) -> AsyncIterator[Controller]:
+) -> AsyncIterator[RunningCluster]:
     """Yields once everything is ready, and stops everything on exit, even if the start failed. `source`: the origin of
     `spec`, for `tandem apply`."""
     state_file.refuse_second(spec.name)
     with state_file.written(state_file.starting(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
-        async with _running(cluster, progress, source or SpecSource(spec, {})) as controller:
-            yield controller
+        async with _running(cluster, progress, source or SpecSource(spec, {})) as running:
+            yield running
 
 
 @asynccontextmanager
-async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSource) -> AsyncIterator[Controller]:
+async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSource) -> AsyncIterator[RunningCluster]:
     spec = cluster.spec
     log_dir = state_file.new_log_dir(spec.name)
-    controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir, source)
+    launch = _launch(cluster, source, log_dir)
+    controllers = Controllers(launch, progress)
     try:
         progress(f"starting the cluster ({spec.control.backend})")
-        await controller.start()
-        addresses = {
-            "admin": controller.admin_address,
-            "http": controller.http_address,
-            "grpc": controller.grpc_address,
-        }
+        ready = await controllers.start()
         state = state_file.this_process(
             spec.name,
-            **addresses,
+            admin=ready.admin,
+            http=ready.http[0],
+            grpc=ready.grpc[0],
             tls=spec.security.tls.model_dump() if spec.security.tls is not None else None,
             edge_ca=spec.router.tls.cert if spec.router.tls is not None else None,
         )
         with state_file.written(state):
-            await controller.wait_ready(progress)
-            yield controller
+            routers = tuple(zip(ready.http, ready.grpc, strict=True))
+            yield RunningCluster(spec, log_dir, ready.admin, routers, controllers.stopped)
     except TandemError:
         if log_dir.is_dir():
             progress(f"the logs are in {log_dir}")
         raise
     finally:
-        await controller.close()
+        await controllers.close()
+        shutil.rmtree(launch.run_base, ignore_errors=True)
 
 
-def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main` and returns its exit code. The first SIGINT or SIGTERM cancels it, for a clean end with code 0; the
-    second ends this process immediately, and its children die with it."""
-
-    async def run() -> int:
-        task = asyncio.ensure_future(main)
-        loop = asyncio.get_running_loop()
-        interrupted = False
-
-        def stop() -> None:
-            nonlocal interrupted
-            interrupted = True
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(signum)
-                signal.signal(signum, signal.SIG_DFL)
-            task.cancel()
-
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return 0 if interrupted else 1
-
-    return asyncio.run(run())
+def _launch(cluster: ResolvedCluster, source: SpecSource, log_dir: Path) -> ControllerLaunch:
+    spec = cluster.spec
+    on_local_ray = spec.control.backend == "ray" and spec.control.ray_address is None
+    if on_local_ray:
+        prepare_local_ray(spec.security.tls, spec.control.devices)
+    outlives = spec.control.backend == "ray" and not on_local_ray
+    base = lasting_base(spec.name) if outlives else run_base(spec.name)
+    return ControllerLaunch.of(cluster, source, run_base=base, log_dir=log_dir, ray_dir=ray_base())

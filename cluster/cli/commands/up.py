@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.admin_client import folder_spec
-from cluster.cli.commands.running import run_interruptible, running_cluster
+from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
+from cluster.interruptible import run_interruptible
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import assignments, load_spec
 from cluster.spec.requirements import check_requirements
@@ -98,7 +99,7 @@ async def _up(source: SpecSource) -> int:
     def progress(text: str) -> None:
         screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {text}")
 
-    async with running_cluster(spec, progress, source) as controller:
+    async with running_cluster(spec, progress, source) as cluster:
         models = ", ".join(
             f"{model.served_name} ({model.prefill.workers}P:{model.decode.workers}D, "
             f"TP {model.prefill.tp}:{model.decode.tp})"
@@ -106,15 +107,14 @@ async def _up(source: SpecSource) -> int:
         )
         screen.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
         scheme = "http" if spec.router.tls is None else "https"
-        for router in controller.routers.slots:
-            screen.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
-            screen.print(f"  gRPC        {router.grpc_address}")
-        screen.print(f"  admin       {controller.admin_address}   (tandem status)")
-        screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
+        for http_address, grpc_address in cluster.routers:
+            screen.print(f"  OpenAI API  {scheme}://{http_address}/v1")
+            screen.print(f"  gRPC        {grpc_address}")
+        screen.print(f"  admin       {cluster.admin_address}   (tandem status)")
+        screen.print(f"  logs        {cluster.log_dir}", markup=False, soft_wrap=True)
         screen.print("Press Ctrl-C to stop the cluster.")
-        controller.workers.announce = progress
         try:
-            await controller.stop_requested.wait()
+            await cluster.stopped.wait()
         finally:
             screen.print("stopping")
     return 0

@@ -14,7 +14,9 @@ import pytest
 
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.controller import Controller, with_free_ports
-from cluster.control.worker_slot import WorkerSlot, WorkerState
+from cluster.control.record import WorkerState
+from cluster.control.worker_slot import WorkerSlot
+from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
@@ -34,7 +36,8 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         }
     )
     cluster = with_free_ports(resolve(spec, lambda what: None))
-    running = Controller(cluster, SubprocessBackend(folder / "logs"), folder / "run", folder / "logs")
+    keeper = Keeper(folder / "logs")
+    running = Controller(cluster, SubprocessBackend(keeper), keeper, folder / "run", folder / "logs")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     try:
         await running.start()
@@ -114,7 +117,8 @@ async def test_a_worker_that_never_starts_is_given_up_with_its_last_log_line(
     cluster = with_free_ports(resolve(spec, lambda what: None))
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])  # truncated after everything was checked
-    running = Controller(cluster, SubprocessBackend(folder / "logs"), folder / "run", folder / "logs")
+    keeper = Keeper(folder / "logs")
+    running = Controller(cluster, SubprocessBackend(keeper), keeper, folder / "run", folder / "logs")
     try:
         await running.start()
         with pytest.raises(TandemError, match=r"decode-0 cannot start.*model\.safetensors"):

@@ -20,6 +20,7 @@ import pytest
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
+from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import ResolvedCluster, resolve_models
 from cluster.testing.recorder import RecordingBackend
 from tandem.config.spec import ClusterSpec, Role
@@ -47,7 +48,7 @@ class Running:
     def __init__(self, cluster: ResolvedCluster, folder: Path) -> None:
         self.records = folder / "records"
         self.records.mkdir()
-        backend = SubprocessBackend(folder / "logs", cluster.devices)
+        backend = SubprocessBackend(Keeper(folder / "logs"), cluster.devices)
         self.workers = Workers(cluster, RecordingBackend(backend, self.records), None)
         self._settings = EpochSettings(cluster.spec, "127.0.0.1:1", None, folder / "run")
 
@@ -126,10 +127,11 @@ RAY_SCRIPT = textwrap.dedent(
     from cluster.backends.ray_env import prepare_local_ray
     devices = json.loads(sys.argv[2])
     prepare_local_ray(None, devices)
-    from cluster.backends.ray_backend import RayBackend
+    from cluster.backends.ray_backend import LocalRay, RayBackend
     from cluster.control.worker_slot import EpochSettings
     from cluster.control.workers import Workers
     from cluster.spec.resolve import ResolvedCluster, resolve_models
+    from cluster.keeper.keeper import Keeper
     from cluster.testing.recorder import RecordingBackend
     from tandem.config.spec import ClusterSpec
 
@@ -139,9 +141,8 @@ RAY_SCRIPT = textwrap.dedent(
         cluster = ResolvedCluster(spec, resolve_models(spec, lambda what: None, fetch=False))
         records = folder / "records"
         records.mkdir()
-        inner = RayBackend(
-            folder / "logs", folder / "ray", address=None, cpus=1, gpus=int(sys.argv[4]), place_timeout_s=60.0
-        )
+        where = LocalRay(folder / "ray", 1, int(sys.argv[4]))
+        inner = RayBackend("c", "k", folder / "logs", Keeper(folder / "logs"), where, 60.0)
         backend = RecordingBackend(inner, records)
         workers = Workers(cluster, backend, None)
         await backend.open()

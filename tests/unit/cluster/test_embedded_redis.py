@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cluster.backends import embedded_redis
-from cluster.backends.supervisor import Supervisor
+from cluster.keeper.supervisor import Supervisor
 from cluster.spec.redis_probe import check_redis
 from tandem.errors import ConfigError
 

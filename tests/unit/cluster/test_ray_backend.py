@@ -21,17 +21,20 @@ SCRIPT = textwrap.dedent(
     import psutil
     from cluster.backends.ray_env import prepare_local_ray
     prepare_local_ray(None)
-    from cluster.backends.protocol import MemberStart, ProcessSpec, Resources
-    from cluster.backends.ray_backend import RayBackend, ray
+    from cluster.backends.protocol import Resources
+    from cluster.keeper.members import MemberStart, ProcessSpec
+    from cluster.backends.ray_backend import LocalRay, RayBackend, ray
+    from cluster.keeper.keeper import Keeper
 
     def gone(pid):
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     def groups(name):
-        return [each["state"] for each in ray.util.placement_group_table().values() if each["name"] == name]
+        return [each["state"] for each in ray.util.placement_group_table().values() if each["name"] == f"c/{name}"]
 
     async def main(folder):
-        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2, place_timeout_s=60.0)
+        keeper = Keeper(folder / "logs")
+        backend = RayBackend("c", "k", folder / "logs", keeper, LocalRay(folder / "ray", 2, 0), 60.0)
         await backend.open()
         running = " ".join(word for child in psutil.Process().children(recursive=True) for word in child.cmdline())
         assert "gcs_server" in running
@@ -41,7 +44,7 @@ SCRIPT = textwrap.dedent(
         start = MemberStart(run_dir=str(folder / "run"), files={}, processes=(sleep,))
         await one.start(start)
         await two.start(start)
-        (first,), (second,) = await one.processes(), await two.processes()
+        (first,), (second,) = (await one.running()).processes, (await two.running()).processes
         assert not gone(first.pid) and not gone(second.pid)
         assert psutil.Process(first.pid).nice() == os.nice(0)
         ending = asyncio.create_task(one.wait_end())
@@ -50,9 +53,9 @@ SCRIPT = textwrap.dedent(
         assert "Ray actor" in (await asyncio.wait_for(ending, 60)).reason
         async with asyncio.timeout(60):
             await one.start(start)
-        (again,) = await one.processes()
+        (again,) = (await one.running()).processes
         assert again.pid != first.pid and gone(first.pid)
-        assert (await two.processes())[0].pid == second.pid
+        assert (await two.running()).processes[0].pid == second.pid
         await one.stop()
         await two.stop()
         waiting = asyncio.create_task(backend.place("worker-1", [Resources(cpus=1)]))

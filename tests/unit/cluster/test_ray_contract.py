@@ -19,7 +19,7 @@ from ray.core.generated import common_pb2, gcs_pb2
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.runtime_context import RuntimeContext
 
-from cluster.backends import ray_backend, ray_env
+from cluster.backends import ray_backend, ray_env, ray_head
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_disable_helpers_replaces_each_of_them(monkeypatch: pytest.MonkeyPatch) 
     before = [getattr(Node, name) for name in names]
     for name, method in zip(names, before, strict=True):
         monkeypatch.setattr(Node, name, method)  # restores it
-    ray_backend.disable_helpers()
+    ray_head.disable_helpers()
     assert not {getattr(Node, name) for name in names} & set(before)
     node: Any = object.__new__(Node)
     assert node.start_api_server(include_dashboard=False, raise_on_failure=True) is None

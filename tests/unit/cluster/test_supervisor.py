@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.backends.protocol import MemberStart, ProcessSpec
-from cluster.backends.supervisor import Supervisor
+from cluster.keeper.members import MemberStart, ProcessSpec
+from cluster.keeper.supervisor import Supervisor
 from tandem.config.log_format import LogFormat
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -109,8 +109,8 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import asyncio, pathlib, sys
-        from cluster.backends.protocol import MemberStart, ProcessSpec
-        from cluster.backends.supervisor import Supervisor
+        from cluster.keeper.members import MemberStart, ProcessSpec
+        from cluster.keeper.supervisor import Supervisor
 
         async def main():
             supervisor = Supervisor("m", pathlib.Path({str(tmp_path / "logs")!r}))

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.protocol import MemberEnd, MemberStart, RunningProcess
 from cluster.control import worker_slot
+from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.worker_slot import (
     FAILED_GPU_STARTS,
     FAILED_STARTS,
     EpochSettings,
     WorkerSlot,
-    WorkerState,
 )
+from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, Role
@@ -32,6 +32,7 @@ class ScriptedMember:
     def __init__(self) -> None:
         self.starts: list[MemberStart] = []
         self.stops = 0
+        self.started: MemberStart | None = None
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self._end = asyncio.Event()
@@ -39,18 +40,21 @@ class ScriptedMember:
 
     async def start(self, start: MemberStart) -> None:
         self.starts.append(start)
+        self.started = start
         self._end = asyncio.Event()
 
     async def wait_end(self) -> MemberEnd:
         await self._end.wait()
         return self._end_of_it
 
-    async def processes(self) -> tuple[RunningProcess, ...]:
-        return ()
+    async def running(self) -> RunningMember | None:
+        end = self._end_of_it if self._end.is_set() else None
+        return None if self.started is None else RunningMember(start=self.started, device="cpu", end=end)
 
     async def stop(self) -> None:
         await self.may_stop.wait()
         self.stops += 1
+        self.started = None
 
     def end(self, reason: str, exit_code: int | None = None) -> None:
         self._end_of_it = MemberEnd(reason=reason, exit_code=exit_code)
@@ -78,12 +82,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def running(
-    model: ResolvedModel, tmp_path: Path, members: list[ScriptedMember]
+    model: ResolvedModel, tmp_path: Path, members: list[ScriptedMember], record: WorkerRecord | None = None
 ) -> AsyncIterator[tuple[WorkerSlot, list[WorkerState]]]:
     """The slot, and every state it reported."""
     reported: list[WorkerState] = []
     settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
-    slot = WorkerSlot("decode-0", Role.DECODE, model, members, settings, lambda slot: reported.append(slot.state))
+    slot = WorkerSlot(
+        "decode-0", Role.DECODE, model, members, settings, lambda slot: reported.append(slot.state), record
+    )
     task = asyncio.create_task(slot.run())
     try:
         yield slot, reported
@@ -137,6 +143,60 @@ async def test_each_restart_has_a_new_epoch_and_run_folder(model: ResolvedModel,
         assert launches[0].run_dir != launches[1].run_dir
         names = [[process.name for process in member.starts[1].processes] for member in members]
         assert names == [["agent-0", "rank-0", "service"], ["agent-1", "rank-1"]]
+
+
+async def left_behind(model: ResolvedModel, tmp_path: Path, members: list[ScriptedMember]) -> WorkerRecord:
+    """The record of a ready worker whose controller has died: nothing stopped its members."""
+    async with running(model, tmp_path, members) as (slot, _):
+        await until(lambda: len(members[1].starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch, address="a:1"))
+        record = slot.record()
+    for member in members:
+        member.started, member.stops = member.starts[0], 0
+    return WorkerRecord.model_validate_json(record.model_dump_json())
+
+
+async def test_the_next_controller_takes_a_running_epoch_over_as_it_is(model: ResolvedModel, tmp_path: Path) -> None:
+    members = [ScriptedMember(), ScriptedMember()]
+    record = await left_behind(model, tmp_path, members)
+    async with running(model, tmp_path, members, record) as (slot, reported):
+        assert (slot.state, slot.epoch, slot.restarts) == (WorkerState.READY, record.epoch, 0)
+        assert slot.info is not None
+        assert slot.info.address == "a:1"
+        await asyncio.sleep(0.05)
+        assert [len(member.starts) for member in members] == [1, 1]
+        assert [member.stops for member in members] == [0, 0]
+        assert reported == []
+        slot.registered(slot.info)  # as every worker does when a controller is back
+        assert reported == []
+        members[0].end("rank-0 was killed")
+        await until(lambda: len(members[1].starts) == 2)
+        assert (slot.restarts, slot.reason) == (1, "rank-0 was killed")
+
+
+async def test_a_rank_that_ended_while_there_was_no_controller_restarts_the_worker(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    members = [ScriptedMember(), ScriptedMember()]
+    record = await left_behind(model, tmp_path, members)
+    members[1].end("rank-1 was killed")
+    async with running(model, tmp_path, members, record) as (slot, reported):
+        await until(lambda: len(members[0].starts) == 2)
+        assert reported == [WorkerState.RESTARTING]
+        assert (slot.restarts, slot.reason) == (1, "rank-1 was killed")
+        assert slot.epoch != record.epoch
+        assert [member.stops for member in members] == [1, 1]
+
+
+async def test_a_host_that_was_lost_with_the_controller_starts_a_new_epoch(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    members = [ScriptedMember(), ScriptedMember()]
+    record = await left_behind(model, tmp_path, members)
+    async with running(model, tmp_path, (gone := [ScriptedMember(), ScriptedMember()]), record) as (slot, _):
+        await until(lambda: len(gone[1].starts) == 1)
+        assert slot.epoch != record.epoch
+        assert slot.state is WorkerState.RESTARTING
 
 
 async def test_an_ended_epoch_cannot_register(model: ResolvedModel, tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from cluster.backends.protocol import MemberEnd, MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberHandle, Resources
 from cluster.control.pool_scaler import PoolScaler
-from cluster.control.worker_slot import EpochSettings, WorkerState
+from cluster.control.record import WorkerState
+from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
+from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedCluster, resolve_models
 from tandem.config.spec import ClusterSpec, ControlSpec, ModelSpec, Role
 from tandem.errors import ConfigError, IncompatiblePools, UnavailableError
@@ -26,19 +28,22 @@ class IdleMember:
     def __init__(self) -> None:
         self.starts = 0
         self.stops = 0
+        self.started: MemberStart | None = None
 
     async def start(self, start: MemberStart) -> None:
         self.starts += 1
+        self.started = start
 
     async def wait_end(self) -> MemberEnd:
         await asyncio.Event().wait()
         return MemberEnd(reason="")
 
-    async def processes(self) -> tuple[RunningProcess, ...]:
-        return ()
+    async def running(self) -> RunningMember | None:
+        return None if self.started is None else RunningMember(start=self.started, device="cpu")
 
     async def stop(self) -> None:
         self.stops += 1
+        self.started = None
 
 
 @dataclass
@@ -49,6 +54,17 @@ class FakeBackend:
     full: bool = False
 
     async def open(self) -> None: ...
+
+    async def wait_lost(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def keep(self, record: str) -> None: ...
+
+    async def kept(self) -> str:
+        return ""
+
+    async def release_others(self, groups: Collection[str]) -> None: ...
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         if self.full:

@@ -15,12 +15,12 @@ from rich.progress import Progress
 from cluster.cli import state_file
 from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
-from cluster.cli.commands.running import run_interruptible
 from cluster.cli.load.client import LoadClient
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
 from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
+from cluster.interruptible import run_interruptible
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError, TandemError

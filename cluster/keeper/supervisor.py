@@ -18,8 +18,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from cluster.backends.protocol import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from cluster.devices import CPU
+from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from tandem.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,11 @@ class Supervisor:
         if self._ended is None:
             return MemberEnd(reason=f"{self._name} was not started")
         return await asyncio.shield(self._ended)
+
+    @property
+    def end(self) -> MemberEnd | None:
+        """Why the member ended; None: it runs."""
+        return self._ended.result() if self._ended is not None and self._ended.done() else None
 
     def processes(self) -> tuple[RunningProcess, ...]:
         return tuple(

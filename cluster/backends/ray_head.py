@@ -1,0 +1,110 @@
+"""`python -m cluster.backends.ray_head FOLDER --cpus N --gpus N`: a Ray cluster of this machine, a child of the keeper.
+
+It outlives controllers, which join it at the address in `FOLDER/address`. If one of its processes dies, it says which
+and ends, and all that ran on it with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from tandem.files import replace_file
+
+ADDRESS_FILE = "address"
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores no objects
+POLL_S = 0.2
+PR_SET_CHILD_SUBREAPER = 36
+SYSTEM_CONFIG = {
+    "worker_niceness": 0,  # ranks would inherit the default, 15, and yield to every other process
+    # Detect a frozen node in about 5 s instead of 65 s.
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+def disable_helpers() -> None:
+    """Makes a local Ray cluster start without log monitor, autoscaler and API server.
+
+    Tandem uses none of them, each takes a second of a core and 80 MB, and Ray has no option against them. If a Ray
+    version names these methods differently, the helpers start.
+    """
+    for name in ("start_log_monitor", "start_monitor", "start_api_server"):
+        if hasattr(Node, name):
+            setattr(Node, name, _start_nothing)
+
+
+def _start_nothing(node: Node, **settings: object) -> None:
+    """Replaces a method that starts a process."""
+
+
+def start(folder: Path, cpus: int, gpus: int) -> Node:
+    """Raises what Ray raises if it cannot start."""
+    disable_helpers()
+    parameters = RayParams(
+        node_ip_address="127.0.0.1",
+        num_cpus=cpus,
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        temp_dir=str(folder),
+        _system_config=SYSTEM_CONFIG,  # type: ignore[arg-type]  # of any values, as in ray.init
+    )
+    return Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def end(node: Node) -> None:
+    """Leaves nothing: workers of a raylet that died are children of this process by now."""
+    node.kill_all_processes(check_alive=False, allow_graceful=True)
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True)
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: sys.exit(0))
+    node = start(options.folder, options.cpus, options.gpus)
+    try:
+        replace_file(options.folder / ADDRESS_FILE, node.gcs_address.encode(), is_durable=False)
+        while not (dead := node.dead_processes()):  # type: ignore[no-untyped-call]
+            time.sleep(POLL_S)
+            reap(node)
+        name, process = dead[0]
+        print(f"Ray's {name} (pid {process.pid}) ended with exit code {process.poll()}", file=sys.stderr)
+        return 1
+    finally:
+        end(node)
+
+
+def reap(node: Node) -> None:
+    """Waits for processes that ended after their parent, but not for those that `node` started and waits for."""
+    own = {info.process.pid for infos in node.all_processes.values() for info in infos}
+    for process in psutil.Process().children():
+        if process.pid not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

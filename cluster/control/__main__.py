@@ -1,0 +1,141 @@
+"""`python -m cluster.control FILE`: the controller, a child of the keeper. FILE is its launch file.
+
+Exit code 0: the cluster was asked to stop, and has. Any other: the keeper starts another controller, which takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.backends.protocol import Backend
+from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.control.controller import Controller, needed_cpus
+from cluster.control.launch import FAILED, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
+from cluster.interruptible import run_interruptible
+from cluster.keeper.remote import RemoteKeeper
+from cluster.spec.changes import SpecSource
+from cluster.spec.resolve import ResolvedCluster
+from tandem.errors import TandemError
+from tandem.telemetry.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+FAILED_EXIT_CODE = 1
+CRASHED_EXIT_CODE = 2
+LOST_EXIT_CODE = 3  # the keeper or the backend was lost, or another controller took over
+
+
+class ControllerProcess:
+    def __init__(self, launch: ControllerLaunch, keeper: RemoteKeeper) -> None:
+        self._launch = launch
+        self._keeper = keeper
+        self._opened = asyncio.Event()
+        self._has_served = False
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Returns 0 when the cluster has stopped. Otherwise what runs belongs to the next controller: this process
+        must end without another step, in which its tasks would stop their members."""
+        cluster, log_dir = self._launch.cluster(), Path(self._launch.log_dir)
+        source = SpecSource(self._launch.source, self._launch.flags)
+        backend = make_backend(cluster, self._launch, self._keeper)
+        controller = Controller(cluster, backend, self._keeper, Path(self._launch.run_base), log_dir, source)
+        code = CRASHED_EXIT_CODE
+        lost = asyncio.ensure_future(self._lost(backend))
+        serving = asyncio.ensure_future(self._serve(controller))
+        try:
+            await asyncio.wait((lost, serving), return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                code = LOST_EXIT_CODE
+                log.error("this controller ends: %s", lost.result())
+            else:
+                code = serving.result()
+            return code
+        except asyncio.CancelledError:
+            code = 0  # this process was asked to end
+            raise
+        except Exception:
+            log.exception("this controller ends by a bug")
+            return code
+        finally:
+            if code == 0 or (code != LOST_EXIT_CODE and controller.is_new and not self._has_served):
+                for task in (lost, serving):
+                    task.cancel()
+                await asyncio.gather(lost, serving, return_exceptions=True)
+                await controller.close()
+
+    async def _lost(self, backend: Backend) -> str:
+        """Why this controller can act no more."""
+        await self._opened.wait()
+        ends = {asyncio.ensure_future(each) for each in (self._keeper.wait_lost(), backend.wait_lost())}
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _serve(self, controller: Controller) -> int:
+        try:
+            await controller.start()
+            self._opened.set()
+            await controller.wait_ready(self._progress)
+        except TandemError as error:
+            log.error("%s", error.message)
+            await self._keeper.report(FAILED, FailureReport.of(error).model_dump_json())
+            if controller.is_new or not self._opened.is_set():
+                return FAILED_EXIT_CODE
+        ready = ReadyReport(
+            admin=controller.admin_address,
+            http=tuple(router.http_address for router in controller.routers.slots),
+            grpc=tuple(router.grpc_address for router in controller.routers.slots),
+        )
+        self._has_served = True
+        await self._keeper.report(READY, ready.model_dump_json())
+        controller.workers.announce = self._progress
+        await controller.stop_requested.wait()
+        return 0
+
+    def _progress(self, text: str) -> None:
+        task = asyncio.create_task(self._report_progress(text))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _report_progress(self, text: str) -> None:
+        with suppress(TandemError):  # the keeper is gone, and this process will be
+            await self._keeper.report(PROGRESS, text)
+
+
+def make_backend(cluster: ResolvedCluster, launch: ControllerLaunch, keeper: RemoteKeeper) -> Backend:
+    control = cluster.spec.control
+    if control.backend == "subprocess":
+        return SubprocessBackend(keeper, cluster.devices)
+    from cluster.backends.ray_backend import (  # noqa: PLC0415 (importing Ray takes almost a second)
+        LocalRay,
+        RayBackend,
+    )
+
+    local = LocalRay(Path(launch.ray_dir), needed_cpus(cluster), len(cluster.devices))
+    where = control.ray_address or local
+    return RayBackend(cluster.spec.name, launch.holder, Path(launch.log_dir), keeper, where, control.start_timeout_s)
+
+
+async def main(launch: ControllerLaunch) -> int:
+    keeper = await RemoteKeeper.connect(Path(launch.keeper_socket))
+    code = await ControllerProcess(launch, keeper).run()
+    if code:
+        logging.shutdown()
+        os._exit(code)
+    await keeper.close()
+    return 0
+
+
+if __name__ == "__main__":
+    found = ControllerLaunch.load(Path(sys.argv[1]))
+    setup_logging(process="controller", level=found.spec.log_level, log_format=found.spec.observability.logs.format)
+    sys.exit(run_interruptible(main(found)))

@@ -1,0 +1,115 @@
+"""What the next controller must know: which workers and routers there are, and which changes were under way.
+
+The keeper keeps it, and on Ray an actor. After a change it is written again, whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import Any
+
+from tandem.config.frozen import Frozen
+from tandem.config.launch import RouterLaunch
+from tandem.config.spec import ClusterSpec, Role
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+class WorkerRecord(Frozen):
+    """One worker. `info`: the `WorkerInfo` with which its epoch registered, as serialized bytes in hexadecimal; empty:
+    it has not."""
+
+    worker_id: str
+    model: str
+    role: Role
+    epoch: int
+    restarts: int
+    state: WorkerState
+    reason: str
+    was_ever_ready: bool
+    info: str = ""
+
+
+class RouterRecord(Frozen):
+    launch: RouterLaunch
+    restarts: int
+    has_served: bool
+
+
+class ScaleRecord(Frozen):
+    """A change of a model's pools to these sizes."""
+
+    model: str
+    prefill: int
+    decode: int
+
+
+class DrainRecord(Frozen):
+    """A drain of a worker in this epoch."""
+
+    worker_id: str
+    epoch: int
+    restart: bool
+    move: bool
+
+
+class ClusterRecord(Frozen):
+    """`spec` and `flags`: what `tandem apply` compares with (`cluster.spec.changes.SpecSource`)."""
+
+    spec: ClusterSpec
+    flags: dict[str, Any]
+    workers: tuple[WorkerRecord, ...]
+    routers: tuple[RouterRecord, ...]
+    under_way: tuple[ScaleRecord | DrainRecord, ...] = ()
+
+
+class RecordWriter:
+    """Writes what `build` returns. `touch` asks for it, `write` returns when it is written. Both do nothing before
+    `start`."""
+
+    def __init__(self, build: Callable[[], ClusterRecord], keep: Callable[[str], Awaitable[None]]) -> None:
+        self._build = build
+        self._keep = keep
+        self._touched = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        self.touch()
+
+    def touch(self) -> None:
+        self._touched.set()
+
+    async def write(self) -> None:
+        """Raises what `keep` raises: then nothing should be changed that the record does not tell."""
+        if self._task is not None:
+            await self._keep(self._build().model_dump_json())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await self._touched.wait()
+            self._touched.clear()
+            try:
+                await self.write()
+            except Exception:
+                log.exception("cannot keep the record of this cluster; trying again")
+                self._touched.set()
+                await asyncio.sleep(RETRY_S)

@@ -1,0 +1,173 @@
+"""The controller dies, or all of `tandem up`, or Ray: what runs goes on, and the next controller takes it over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.e2e.conftest import Cluster, RayNodes, start_cluster
+from tests.e2e.test_faults import GREEDY, SEEDED, ask
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+VOCAB = 300
+
+
+def start(cluster: Cluster, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "cluster", *arguments]
+    with cluster.log.open("ab") as log:
+        return subprocess.Popen(command, env=cluster.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def process_of(cluster: Cluster, words: str) -> psutil.Process:
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    return next(each for each in family if words in " ".join(each.cmdline()))
+
+
+async def kill_the_controller(cluster: Cluster) -> None:
+    """Returns when another one answers."""
+    before = process_of(cluster, "cluster.control")
+    before.kill()
+    async with asyncio.timeout(60):
+        while True:
+            await asyncio.sleep(0.1)
+            if (await asyncio.to_thread(cluster.tandem, "status", "--json")).returncode == 0:
+                break
+    assert process_of(cluster, "cluster.control").pid != before.pid
+
+
+def running(cluster: Cluster) -> dict[str, Any]:
+    """What a takeover must leave as it was."""
+    status = cluster.status()
+    workers = {
+        each["id"]: (each["epoch"], each["restarts"], {p["name"]: p["pid"] for p in each["processes"]})
+        for each in status["workers"]
+    }
+    return {"workers": workers, "routers": status["routers"], "processes": status["processes"]}
+
+
+async def test_a_killed_controller_costs_no_answer_and_the_next_takes_over_every_process(cluster: Cluster) -> None:
+    asks = [(f"{number}: {'A lighthouse keeper wrote down every ship. ' * 8}", number % 2) for number in range(8)]
+    before = running(cluster)
+    async with cluster.async_client(timeout=120.0) as client:
+        begun = asyncio.Event()
+        answers = [
+            asyncio.create_task(ask(client, prompt, 48, SEEDED if is_seeded else GREEDY, begun))
+            for prompt, is_seeded in asks
+        ]
+        await begun.wait()
+        await kill_the_controller(cluster)
+        found = await asyncio.gather(*answers)
+        again = [ask(client, prompt, 48, SEEDED if is_seeded else GREEDY) for prompt, is_seeded in asks]
+        assert found == await asyncio.gather(*again)
+    assert running(cluster) == before
+    decode = cluster.worker("decode")
+    os.kill(next(each["pid"] for each in decode["processes"] if each["name"] == "rank-0"), signal.SIGKILL)
+    async with asyncio.timeout(120):  # the next one watches what it took over
+        while cluster.worker("decode")["epoch"] == decode["epoch"]:
+            await asyncio.sleep(0.2)
+    await asyncio.to_thread(cluster.wait_ready)
+    cluster.note_descendants()
+    cluster.assert_conserved()
+
+
+@pytest.mark.parametrize("backend", ["subprocess", pytest.param("ray", marks=pytest.mark.soak_only)])
+async def test_a_drain_under_way_is_continued_and_a_changed_spec_remembered(
+    cluster_with: Callable[..., Cluster], tmp_path: Path, backend: str
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 800}}
+    spec = {"models": [{"source": str(model), **pools}], "control": {"backend": backend}}
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    assert (await asyncio.to_thread(cluster.tandem, "scale", "--decode", "2")).returncode == 0
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120.0) as client:
+        body = {"model": "tiny", "max_tokens": 1900, "ignore_eos": True}
+        bodies = [body | {"prompt": random_prompt(20, VOCAB, number)} for number in range(8)]
+        answers = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in bodies]
+        await asyncio.sleep(0.5)
+        draining = await asyncio.to_thread(start, cluster, "drain", "decode-1", "--wait")
+        async with asyncio.timeout(30):
+            while "draining" not in {each["state"] for each in cluster.status()["workers"]}:
+                await asyncio.sleep(0.05)
+        await kill_the_controller(cluster)
+        assert await asyncio.to_thread(draining.wait, 30) != 0
+        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+        async with asyncio.timeout(60):
+            while {each["id"] for each in cluster.status()["workers"]} != {"decode-0"}:
+                await asyncio.sleep(0.1)
+    cluster.assert_conserved()
+
+
+async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(nodes: RayNodes, tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    nodes.add()
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
+    spec = {"models": [{"source": str(model), **pools}], "control": {"ray_address": nodes.address}}
+    first = await asyncio.to_thread(start_cluster, tmp_path, spec=spec)
+    before = running(first)
+    body = {"model": "tiny", "prompt": random_prompt(20, VOCAB, 1), "max_tokens": 400, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=first.base_url, timeout=120.0) as client:
+        answering = asyncio.create_task(client.post("/v1/completions", json=body))
+        first.process.kill()
+        first.process.wait(10)
+        assert (await answering).status_code == 200
+        assert (await client.post("/v1/completions", json=body)).status_code == 200  # nothing controls it now
+    process = await asyncio.to_thread(start, first, "up", "--config", str(tmp_path / "cluster.yaml"))
+    second = Cluster(process, first.env, first.http_port, first.grpc_port, first.admin_port, first.log)
+    try:
+        await asyncio.to_thread(second.wait_ready)
+        after = running(second)
+        assert after["workers"] == before["workers"]
+        assert after["routers"] == before["routers"]
+        with pytest.raises(RuntimeError, match="another `tandem up` runs a cluster named"):
+            await asyncio.to_thread(start_cluster, _empty(tmp_path / "third"), spec=spec)
+        second.assert_conserved()
+    finally:
+        assert second.stop() == 0
+    deadline_s = time.monotonic() + 10.0
+    while alive := [each for each in pids_of(before) if psutil.pid_exists(each)]:
+        assert time.monotonic() < deadline_s, alive
+        await asyncio.sleep(0.1)
+
+
+def _empty(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def pids_of(seen: dict[str, Any]) -> list[int]:
+    return [pid for _, _, processes in seen["workers"].values() for pid in processes.values()]
+
+
+@pytest.mark.parametrize("part", ["raylet/raylet", pytest.param("gcs_server", marks=pytest.mark.soak_only)])
+async def test_a_lost_ray_is_named_and_everything_on_it_started_again(
+    cluster_with: Callable[..., Cluster], tmp_path: Path, part: str
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
+    cluster = await asyncio.to_thread(cluster_with, spec={"models": [{"source": str(model), **pools}]})
+    before = running(cluster)
+    on_ray = list(map(psutil.Process, pids_of(before)))
+    process_of(cluster, part).kill()
+    name = Path(part).name
+    async with asyncio.timeout(10):
+        while f"Ray's {name}" not in cluster.log.read_text():
+            await asyncio.sleep(0.1)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, on_ray, 10)
+    assert not alive, "an orphan would go on serving"
+    await asyncio.to_thread(cluster.wait_ready)
+    after = running(cluster)
+    assert after["workers"].keys() == before["workers"].keys()
+    cluster.note_descendants()
+    cluster.assert_conserved()
