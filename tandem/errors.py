@@ -12,7 +12,8 @@
     ├── OverloadedError       refused before it was queued; retry after a delay
     │   └── RateLimited       over the limit of the API key
     ├── UnavailableError      a part of the cluster is missing; a retry may succeed
-    │   ├── WorkerLost
+    │   ├── WorkerLost      the connection to it was lost
+    │   │   └── WorkerDied  its engine's process ended by itself
     │   ├── GpuLost           a rank's GPU failed; its worker restarts
     │   ├── NoWorker
     │   └── KvExhausted
@@ -24,6 +25,7 @@
     │   ├── PortInUse
     │   ├── IncompatiblePools
     │   └── InsufficientMemory
+    ├── RequestQuarantined    it may be what made two workers die; not tried on a third
     └── InternalError         a bug in Tandem
 
 An error states what was expected, what arrived and what to do. `WIRE` maps each code to its gRPC status, HTTP status
@@ -50,12 +52,14 @@ class ErrorCode(StrEnum):
     RATE_LIMITED = "rate_limit_exceeded"
     UNAVAILABLE = "unavailable"
     WORKER_LOST = "worker_lost"
+    WORKER_DIED = "worker_died"
     GPU_LOST = "gpu_lost"
     NO_WORKER = "no_worker"
     KV_EXHAUSTED = "kv_exhausted"
     HANDOFF_FAILED = "handoff_failed"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
+    QUARANTINED = "request_quarantined"
     CONFIG = "config"
     CHECKPOINT = "checkpoint"
     PORT_IN_USE = "port_in_use"
@@ -87,12 +91,14 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.RATE_LIMITED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
     ErrorCode.UNAVAILABLE: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.WORKER_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.WORKER_DIED: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.GPU_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.NO_WORKER: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.KV_EXHAUSTED: Wire("RESOURCE_EXHAUSTED", 503, "server_error", retryable=True),
     ErrorCode.HANDOFF_FAILED: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.DEADLINE_EXCEEDED: Wire("DEADLINE_EXCEEDED", 504, "server_error", retryable=True),
     ErrorCode.CANCELLED: Wire("CANCELLED", 499, "invalid_request_error"),
+    ErrorCode.QUARANTINED: Wire("INTERNAL", 500, "server_error"),
     ErrorCode.CONFIG: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.CHECKPOINT: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.PORT_IN_USE: Wire("FAILED_PRECONDITION", 500, "server_error"),
@@ -175,6 +181,10 @@ class WorkerLost(UnavailableError):
     code = ErrorCode.WORKER_LOST
 
 
+class WorkerDied(WorkerLost):
+    code = ErrorCode.WORKER_DIED
+
+
 class GpuLost(UnavailableError):
     code = ErrorCode.GPU_LOST
 
@@ -197,6 +207,10 @@ class DeadlineExceeded(TandemError):
 
 class RequestCancelled(TandemError):
     code = ErrorCode.CANCELLED
+
+
+class RequestQuarantined(TandemError):
+    code = ErrorCode.QUARANTINED
 
 
 class ConfigError(TandemError):

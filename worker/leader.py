@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
-from tandem.errors import InputError, TandemError, WorkerLost
+from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
@@ -39,6 +39,8 @@ from worker.wire import load_frame, reach_frame
 log = logging.getLogger(__name__)
 
 IDLE_TICK_S = 1.0
+# Those of the host's code. A RuntimeError may be a GPU's, after which the process cannot go on.
+_BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Leader:
@@ -180,6 +182,11 @@ class Leader:
             self._roles.on_frame(session, frame)
         except TandemError as error:
             self._requests.refuse(session, _request_id(frame), error)
+        except _BUGS as error:
+            log.exception("a router's frame could not be handled")
+            request_id, typed = _request_id(frame), InternalError(f"the request cannot be handled: {error!r}")
+            if not self._roles.end(session, request_id, typed):
+                self._requests.refuse(session, request_id, typed)
 
     def _count_frame(self, session: int) -> None:
         if session in self._requests.sessions:

@@ -58,5 +58,9 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     hashes: bytes
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The leader was asked to stop. If its connection ends without this, it died."""
+
+
 ServiceToLeader = SessionOpened | SessionClosed | FromRouter | Peers | StateQuery
-LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged
+LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged | Leaving

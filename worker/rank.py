@@ -41,7 +41,7 @@ from worker.gpu_loss import gpu_loss_ends_process
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
 from worker.leader import Leader, agent_endpoint, make_requests
-from worker.messages import LeaderReady
+from worker.messages import LeaderReady, Leaving
 from worker.meters import StepMeters
 from worker.requests import RequestBook
 from worker.roles import RoleSet, WorkerIdentity
@@ -247,7 +247,10 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
     try:
         with gpu_loss_ends_process(launch.engine.device):  # before `close`, which waits for the other ranks
             meters = make_meters(launch, rank)
-            return Leader(identity, info, engine, agents, requests, roles, inbox, service, meters).run()
+            reason = Leader(identity, info, engine, agents, requests, roles, inbox, service, meters).run()
+            service.send(Leaving())
+            service.flush()
+            return reason
     finally:
         engine.close()
 

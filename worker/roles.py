@@ -78,12 +78,18 @@ class RoleSet:
         """Raises TandemError when the frame is refused."""
         kind = frame.WhichOneof("frame") or ""
         if kind == "cancel":
-            if engine_id := self._requests.find(session, frame.cancel.request_id):
-                self._owner(engine_id).cancel(engine_id, RequestCancelled("the router cancelled the request"))
+            self.end(session, frame.cancel.request_id, RequestCancelled("the router cancelled the request"))
         elif kind in self._by_frame:
             self._by_frame[kind].on_frame(session, frame)
         else:
             raise InputError(f"frame: expected one of cancel, {', '.join(self._by_frame)}, got {kind or 'none'}")
+
+    def end(self, session: int, request_id: str, error: TandemError) -> bool:
+        """Ends a live request with `error`. Returns False if there is none of this id."""
+        if (engine_id := self._requests.find(session, request_id)) is None:
+            return False
+        self._owner(engine_id).cancel(engine_id, error)
+        return True
 
     def on_session_closed(self, session: int) -> None:
         for engine_id in self._requests.of_session(session):

@@ -22,7 +22,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tandem.config.launch import WorkerLaunch
-from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError
+from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError, WorkerDied
 from tandem.rpc.channel import Channel
 from tandem.rpc.grpc_errors import abort
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -36,6 +36,7 @@ from worker.messages import (
     FromRouter,
     LeaderReady,
     LeaderToService,
+    Leaving,
     Peers,
     SessionClosed,
     SessionOpened,
@@ -68,6 +69,8 @@ class LeaderLink:
         on_info: Callable[[cluster_pb2.WorkerInfo], None],
     ) -> None:
         self.channel = channel
+        self.died = False
+        self._is_leaving = False
         self._publisher = publisher
         self._on_info = on_info
         self._sessions: dict[int, asyncio.Queue[bytes | None]] = {}
@@ -108,8 +111,18 @@ class LeaderLink:
             case StateAnswer(query=query, state=state):
                 if (answer := self._queries.get(query)) and not answer.done():
                     answer.set_result(state)
+            case Leaving():
+                self._is_leaving = True
             case LeaderReady(info=info):
                 self._on_info(cluster_pb2.WorkerInfo.FromString(info))
+
+    def gone(self) -> None:
+        """Its connection ended: so do the sessions of routers."""
+        self.died = not self._is_leaving
+        log.warning("the leader %s: exiting", "died" if self.died else "is gone")
+        for queue in self._sessions.values():
+            if not queue.full():
+                queue.put_nowait(None)
 
     def _to_router(self, session: int, frame: bytes) -> None:
         queue = self._sessions.get(session)
@@ -152,6 +165,8 @@ class WorkerService:
             yield worker_pb2.WorkerFrame(hello=hello).SerializeToString()
             while (frame := await queue.get()) is not None:
                 yield frame
+            if self._leader.died:
+                await abort(context, WorkerDied(f"{self._launch.worker_id}: the process of its engine ended"))
         finally:
             reading.cancel()
             self._leader.close_session(session)
@@ -231,7 +246,7 @@ async def serve(launch: WorkerLaunch) -> None:
     try:
         async for message in messages:
             leader.handle(message)
-        log.warning("the leader is gone: exiting")
+        leader.gone()
     finally:
         for task in background:
             task.cancel()

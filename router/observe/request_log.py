@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 
 from router.observe.trace import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts, Requeued
 from router.requests.run import RequestRun
 from tandem.errors import ErrorCode
+from tandem.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,24 @@ class RequestLog:
         log.info("request requeued", extra=self._traces.of(run).names() | fields)
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
-        if fact.error is not None and fact.error.code is ErrorCode.INTERNAL:
+        if fact.error is None:
+            return
+        if fact.error.code is ErrorCode.INTERNAL:
             log.error("request failed", extra=self._traces.of(run).names() | {"error": str(fact.error)})
+        elif fact.error.code is ErrorCode.QUARANTINED:
+            log.error(
+                "request quarantined", extra=self._traces.of(run).names() | {"error": str(fact.error)} | _shape(run)
+            )
+
+
+def _shape(run: RequestRun) -> dict[str, str]:
+    """What may have made its workers die, without its content: sizes, and the sampling parameters that it set."""
+    shape = {"prompt_tokens": str(run.request.prompt_tokens), "answer_tokens": str(run.answer_tokens)}
+    default = asdict(SamplingParams())
+    for name, value in asdict(run.request.sampling).items():
+        if value != default[name] and name != "seed":
+            shape[name] = f"{len(value)} entries" if isinstance(value, tuple | frozenset) else str(value)
+    return shape
 
 
 def _end_call(run: RequestRun, fact: act.End, now_s: float) -> None:

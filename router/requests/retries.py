@@ -11,7 +11,8 @@ from tandem.request import RequestState
 REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # the link itself reports a lost worker
-RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST}
+RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST, ErrorCode.WORKER_DIED}
+MAX_DEATHS = 2  # a request that was computed by so many workers when they died may be the cause
 
 
 class Retry(StrEnum):

@@ -23,10 +23,10 @@ from router.requests import events as ev
 from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
 from router.requests.ports import Assembler, Request
-from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, Retry, retry_of
+from router.requests.retries import BLAMED, HANDOFF_FAULTS, MAX_DEATHS, REFUSALS, Retry, retry_of
 from router.requests.timeline import RunTimeline
 from router.terms import RequestTerms
-from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, RequestQuarantined, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.text.words import plural
 
@@ -57,6 +57,7 @@ class RequestRun:
         self._assembler = assembler
         self._attempts = 0
         self._migrations = 0
+        self._deaths: list[str] = []  # workers that died while they computed it
         self.max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
         self._resumed_at = 0  # so many of them before the current attempt
@@ -420,6 +421,8 @@ class RequestRun:
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return
+        if error.code is ErrorCode.WORKER_DIED:
+            error = self._suspected(error, failed)
         retry = retry_of(error.code, state, self._migrations, self.max_migrations)
         if retry is Retry.NO:
             self.lifecycle.fail()
@@ -436,6 +439,21 @@ class RequestRun:
             if not no_room:
                 self.waiting_since_s = self._now_s  # it had its turn: this is another wait
         self._actions.append(act.Requeue(error, no_room))
+
+    def _suspected(self, error: TandemError, died: Sequence[WorkerKey]) -> TandemError:
+        """The error to go on with: requests in a queue, or that only have blocks reserved, made no worker die."""
+        computing = {
+            RequestState.PREFILLING: {self.prefill or self.decode},
+            RequestState.HANDOFF: {self.prefill, self.decode},
+            RequestState.DECODING: {self.decode},
+        }.get(self.lifecycle.state, set())
+        self._deaths += [each.worker_id for each in died if each in computing]
+        if len(self._deaths) < MAX_DEATHS:
+            return error
+        return RequestQuarantined(
+            f"{' and '.join(self._deaths)} died while they computed this request, which may be the cause: it is not "
+            "tried on another worker. The router's log has its shape"
+        )
 
     # ---- ends
 

@@ -18,7 +18,8 @@ from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
 from router.workers.meter_history import MeterHistory
 from router.workers.progress import Progress
-from tandem.errors import WorkerLost
+from tandem.errors import WorkerDied, WorkerLost
+from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
@@ -151,11 +152,14 @@ class WorkerLink:
     async def _run(self) -> None:
         backoff_s = 0.05
         while True:
+            kind: type[WorkerLost] = WorkerLost
             try:
                 async with open_channel(self.info.address, self._tls, Identity.WORKER, CLIENT_OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
+                if isinstance(error_from_rpc(error), WorkerDied):
+                    kind = WorkerDied
             except _LinkBroken as error:
                 reason = str(error)
             except TimeoutError:
@@ -165,7 +169,7 @@ class WorkerLink:
                 reason = "internal error"
             if self.ready:
                 backoff_s = 0.05
-            self._lost(reason)
+            self._lost(reason, kind)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
@@ -279,21 +283,21 @@ class WorkerLink:
         )
         self._listener.load_changed(self)
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         was_ready, self.ready = self.ready, False
         self.load = None
         self.reaches = None
         self.progress = Progress()
         self._outbox.clear()
         self._late.clear()
-        self._report_lost(reason)
+        self._report_lost(reason, kind)
         if was_ready:
             log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
             self._listener.link_changed(self)
 
-    def _report_lost(self, reason: str) -> None:
+    def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
-        error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+        error = kind(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:
             try:
                 sink.on_lost(self, error)

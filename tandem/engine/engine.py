@@ -5,7 +5,8 @@ It is independent of routers and transfers. Not thread-safe: the step loop owns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -26,6 +27,9 @@ from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
+log = logging.getLogger(__name__)
+
+FAILURES_IN_A_ROW = 3
 _UNKNOWN = 0  # placeholder for a token that is still on the device
 _NO_OUTPUT = StepOutput([], [], [])
 
@@ -58,6 +62,7 @@ class Engine:
         self._arrivals = count()
         self._flight: Flight | None = None  # launched ahead
         self._ending: list[Sequence] = []  # ended, but still in that step
+        self._failures = 0  # steps in a row that failed because of a request
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -150,8 +155,9 @@ class Engine:
     def _launch(self, plan: StepPlan, *, ahead: bool = False) -> Flight:
         """Launches a step on all ranks, unless the plan is empty.
 
-        If memory runs out, the request with the largest chunk fails and the others run again. With several ranks or
-        a step launched ahead, raises WorkerLost instead: what the ranks have computed may differ.
+        If memory runs out, the request with the largest chunk fails and the others run again. So they do after any
+        other failure, if it is that of single requests. With several ranks or a step launched ahead, raises WorkerLost
+        instead: what the ranks have computed may differ.
         """
         on_device = self._runner.samples_on_device
         while True:
@@ -160,31 +166,62 @@ class Engine:
             if not (plan.chunks or plan.exports or plan.copies):
                 return Flight(plan, step, None)
             try:
-                return Flight(plan, step, self._launch_on_all(step))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if ahead or not plan.chunks or self._send_to_followers is not None:
+                flight = Flight(plan, step, self._launch_on_all(step))
+                self._failures = 0
+                return flight
+            except TandemError:
+                raise
+            except Exception as error:
+                may_go_on = not ahead and self._send_to_followers is None
+                failed = self._failed_by(error, plan, inputs) if may_go_on and plan.chunks else {}
+                if not failed and is_out_of_memory(error):
                     raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+                if not failed:
+                    raise
             return_unused()  # after the exception, which kept the step's tensors
-            plan = self._without_largest(plan)
+            plan = self._without(plan, failed)
 
-    def _without_largest(self, plan: StepPlan) -> StepPlan:
-        """The plan after it ran out of memory: fails the request with the largest chunk, and those whose export has
-        begun, because a range is reported once. Copies are done."""
-        largest = max(plan.chunks, key=lambda chunk: (chunk.count, chunk.sequence.arrival))
-        begun = {each.request_id for each in plan.exports}
-        failed = [chunk for chunk in plan.chunks if chunk is largest or chunk.sequence.request_id in begun]
-        for chunk in failed:
+    def _failed_by(self, error: Exception, plan: StepPlan, inputs: list[SequenceStep]) -> dict[str, TandemError]:
+        """The requests to end after a step failed. None: it is no fault of single requests."""
+        if is_out_of_memory(error):
+            largest = max(plan.chunks, key=lambda chunk: (chunk.count, chunk.sequence.arrival))
+            short = UnavailableError(
+                f"a step with {largest.count} tokens of a request ran out of memory: retry later, or lower "
+                "engine.max_step_tokens or engine.kv_memory_bytes"
+            )
+            return {largest.sequence.request_id: short}
+        if isinstance(error, RuntimeError) and self._runner.samples_on_device:
+            return {}  # on a GPU every later call fails too, and some hang
+        failed = self._failing_alone(plan, inputs)
+        self._failures += 1
+        # If each of several requests fails, or one after another, the engine is broken.
+        is_broken = len(failed) == len(plan.chunks) > 1 or self._failures >= FAILURES_IN_A_ROW
+        return {} if is_broken else failed
+
+    def _failing_alone(self, plan: StepPlan, inputs: list[SequenceStep]) -> dict[str, TandemError]:
+        """The requests whose chunk fails also in a step of its own, which computes what is computed again later."""
+        found: dict[str, TandemError] = {}
+        for chunk, sequence in zip(plan.chunks, inputs, strict=True):
+            try:
+                if (launched := self._runner.launch(StepInput([sequence], []))) is not None:
+                    launched.wait()
+            except Exception as error:
+                log.exception("a step failed because of one request")
+                found[chunk.sequence.request_id] = InternalError(f"the request cannot be computed: {error}")
+        return found
+
+    def _without(self, plan: StepPlan, failed: Mapping[str, TandemError]) -> StepPlan:
+        """The plan without requests that failed, and without those whose export has begun, because a range is reported
+        once. Copies are done."""
+        interrupted = UnavailableError("a step failed because of another request: retry")
+        errors = {each.request_id: interrupted for each in plan.exports} | dict(failed)
+        ended = [chunk for chunk in plan.chunks if chunk.sequence.request_id in errors]
+        for chunk in ended:
             self._scheduler.finish(chunk.sequence)
-        error = UnavailableError(
-            f"a step with {largest.count} tokens of a request ran out of memory: retry later, or lower "
-            "engine.max_step_tokens or engine.kv_memory_bytes"
-        )
         return StepPlan(
-            chunks=tuple(chunk for chunk in plan.chunks if chunk not in failed),
+            chunks=tuple(chunk for chunk in plan.chunks if chunk not in ended),
             exports=(),
-            failed=(*plan.failed, *((chunk.sequence.request_id, error) for chunk in failed)),
+            failed=(*plan.failed, *((chunk.sequence.request_id, errors[chunk.sequence.request_id]) for chunk in ended)),
             began=plan.began,
         )
 
@@ -268,7 +305,7 @@ class Engine:
                 length = len(sequence.tokens)
                 history = sequence.history(length) if sequence.sampling.changes_logits else None
                 choice = choose(row, sequence.sampling, length, history, token)
-        except (TandemError, ValueError, ArithmeticError) as error:
+        except Exception as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))

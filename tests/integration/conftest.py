@@ -65,11 +65,13 @@ def routed(short_folder: Path, forks: ForkServer) -> StartRouted:
         observability: ObservabilitySpec | None = None,
         auth: AuthSpec | None = None,
         router: RouterSpec | None = None,
+        rank_module: str = RANK_MODULE,
     ) -> AsyncIterator[Routed]:
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
-        async with workers(short_folder, RANK_MODULE, forks=forks) as running:
+        forked = forks if rank_module == RANK_MODULE else None
+        async with workers(short_folder, rank_module, forks=forked) as running:
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.testing.failing_gpu import FAULT_FILE
-from cluster.testing.failing_gpu import __name__ as FAILING_RANK
+from cluster.testing.failing_rank import FAULT_FILE
+from cluster.testing.failing_rank import __name__ as FAILING_RANK
 from router.testing.stub_worker import until
 from tandem.config.spec import Role
 from tandem.request import SamplingParams

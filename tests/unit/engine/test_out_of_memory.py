@@ -138,6 +138,7 @@ def test_other_errors_of_a_step_are_raised(make: Callable[..., Rank]) -> None:
         raise RuntimeError("no kernel image is available")
 
     driver = EngineDriver(engine_of(make(), broken))
-    driver.add("a", random_prompt(20, VOCAB), GREEDY)
+    for number in range(2):
+        driver.add(str(number), random_prompt(20, VOCAB, number), GREEDY)
     with pytest.raises(RuntimeError, match="no kernel image"):
         driver.engine.step()

@@ -1,0 +1,58 @@
+"""A rank that fails: its GPU, after a number of steps that a file `gpu-fails` in its run folder holds, or in the steps
+of requests whose prompts begin so that they kill it, make its model raise, or break the handling of their frames."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from cluster.backends.rank_process import make_roles
+from tandem.engine.api import StepResult
+from tandem.engine.output import Launched
+from tandem.engine.step import StepInput
+from tandem.v1 import worker_pb2
+from worker.rank import RoleParts, main
+from worker.roles import RoleSet
+
+FAULT_FILE = "gpu-fails"
+KILLS, RAISES, BREAKS = [7] * 5, [8] * 5, [9] * 5  # how such prompts begin
+
+
+def make_failing_roles(parts: RoleParts) -> RoleSet:
+    runner = parts.engine._runner
+    step, launch = parts.engine.step, runner.launch
+    fault, steps = Path(parts.launch.run_dir) / FAULT_FILE, count()
+
+    def failing_step() -> StepResult:
+        if fault.exists() and next(steps) == int(fault.read_text()):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return step()
+
+    def failing_launch(given: StepInput) -> Launched | None:
+        begins = [list(sequence.token_ids[:5]) for sequence in given.sequences if sequence.start == 0]
+        if KILLS in begins:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if RAISES in begins:
+            raise IndexError("no row for this token")
+        return launch(given)
+
+    parts.engine.step = failing_step  # type: ignore[method-assign]
+    runner.launch = failing_launch  # type: ignore[assignment, method-assign]
+    roles = make_roles(parts)
+    on_frame = roles.on_frame
+
+    def failing_on_frame(session: int, frame: worker_pb2.RouterFrame) -> None:
+        on_frame(session, frame)
+        if list(frame.generate.work.prompt[:5]) == BREAKS:
+            raise KeyError("a bug")
+
+    roles.on_frame = failing_on_frame  # type: ignore[method-assign]
+    return roles
+
+
+if __name__ == "__main__":
+    main(make_failing_roles, "A rank that fails.")

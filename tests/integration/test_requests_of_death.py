@@ -1,0 +1,57 @@
+"""Requests that break workers: one that makes a step fail ends alone; one that kills is not tried on a third worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.testing.failing_rank import BREAKS, KILLS, RAISES
+from cluster.testing.failing_rank import __name__ as FAILING_RANK
+from router.testing.stub_worker import until
+from tandem.config.spec import Role
+from tandem.errors import InternalError, RequestQuarantined
+from tandem.request import SamplingParams
+from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.conftest import Reference
+from tests.integration.conftest import StartRouted
+from tests.integration.test_migration import ENGINE, GREEDY, MAX_TOKENS, VOCAB, Asked
+
+
+async def test_they_end_with_errors_of_their_own_and_the_others_are_answered(
+    routed: StartRouted,
+    reference_for: Callable[[Path], Reference],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    prompts = [random_prompt(60 + 40 * number, VOCAB, number) for number in range(3)]
+    expected = [
+        reference_for(model_dir).answer(prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        for prompt in prompts
+    ]
+    async with routed(model_dir, prefill=0, decode=3, engine=ENGINE, rank_module=FAILING_RANK) as live:
+        service, fleet = live.app.service, live.app.dispatcher.fleet
+        asked = [Asked(service, prompt, GREEDY) for prompt in prompts]
+        await asyncio.gather(*(each.has(3) for each in asked))
+        with pytest.raises(InternalError, match="the request cannot be computed: no row for this token"):
+            await Asked(service, RAISES + prompts[0], GREEDY).task
+        with pytest.raises(InternalError, match="the request cannot be handled: KeyError"):
+            await Asked(service, BREAKS + prompts[0], GREEDY).task
+        await asyncio.gather(*(each.task for each in asked))
+        assert [each.tokens for each in asked] == expected
+        assert fleet.count_ready(Role.DECODE) == 3
+
+        with pytest.raises(RequestQuarantined, match=r"decode-\d and decode-\d died"), caplog.at_level(logging.ERROR):
+            await Asked(service, KILLS + prompts[0], GREEDY | {"top_k": 5}).task
+        await until(lambda: fleet.count_ready(Role.DECODE) == 1)
+        (record,) = [record for record in caplog.records if record.message == "request quarantined"]
+        shape = vars(record)
+        assert (shape["prompt_tokens"], shape["top_k"], shape["max_tokens"]) == ("65", "5", str(MAX_TOKENS))
+        assert 'tandem_retries_total{code="worker_died"' in live.app.metrics.render().decode()
+        again = [Asked(service, prompt, GREEDY) for prompt in prompts]
+        await asyncio.gather(*(each.task for each in again))
+        assert [each.tokens for each in again] == expected
