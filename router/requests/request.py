@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from router.request_ids import new_request_id
+from router.requests.detokenizer import stop_automaton
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
 from tandem.errors import ContextExceeded, InputError, shown
@@ -30,6 +31,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
+INLINE_STOP_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: tokens x (1 + alternatives per token)
 CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
@@ -139,7 +141,7 @@ class ServingModel:
         at most 64 bytes. Raises InputError with the field."""
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
-        if _is_short(raw.prompt):
+        if _is_short(raw.prompt) and sum(map(len, raw.sampling.stop)) <= INLINE_STOP_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(executor, work)
 
@@ -302,6 +304,7 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
             raise InputError(
                 f"stop: expected strings of 1 to {MAX_STOP_STRING_CHARS} characters, got {len(each)}", field="stop"
             )
+    stop_automaton(stop)  # here, because building a large one takes long
     return stop
 
 

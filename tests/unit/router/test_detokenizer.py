@@ -57,6 +57,10 @@ def test_special_tokens_have_no_text() -> None:
         (["END"], ["one E", "NX"], "one ENX", False),
         (["END"], ["one EN"], "one EN", False),
         (["b", "abc"], ["a", "b"], "a", True),
+        (["b", "abc"], ["abc"], "a", True),
+        (["cd", "bcd"], ["abc", "d"], "a", True),
+        (["abab", "babc"], ["aba", "bc"], "", True),
+        (["abab!", "babc"], ["aba", "bc"], "a", True),
         (["aab"], ["a", "a", "a", "b"], "a", True),
         (["x"], ["x"], "", True),
         ([], ["abc"], "abc", False),
@@ -73,6 +77,25 @@ def test_stop_strings(stops: list[str], chunks: list[str], text: str, stopped: b
             assert (out, True) == (text, stopped)
             return
     assert (out + strings.flush(), False) == (text, stopped)
+
+
+@given(
+    st.lists(st.text("ab", max_size=6), max_size=6),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_how_the_text_is_divided_makes_no_difference(chunks: list[str], stops: list[str]) -> None:
+    shown = []
+    for parts in (chunks, list("".join(chunks)), ["".join(chunks)]):
+        strings, out = StopStrings(stops), ""
+        for part in parts:
+            result = strings.push(part)
+            out += result.text
+            if result.stopped:
+                break
+        else:
+            out += strings.flush()
+        shown.append(out)
+    assert len(set(shown)) == 1
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
