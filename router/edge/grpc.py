@@ -35,6 +35,7 @@ from tandem.version import tandem_version
 SERVICE = "tandem.v1.Inference"
 MAX_GENERATE_CALLS = 256  # with more, grpc.aio was seen to cancel calls itself
 MAX_CALLS = 512
+MAX_PUBLIC_STREAMS = 64  # health watches and reflection, of all clients
 MAX_OPEN_CALLS = 8192  # a finished call counts until its client has read the end
 SHUTDOWN_GRACE_S = 5.0
 MAX_IDLE_MS = 600_000  # a client's channel reconnects itself
@@ -235,11 +236,14 @@ class GrpcServer:
         # With a limit of their own, so that requests cannot displace probes and the controller.
         separate = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
         add_TracesServicer_to_server(traces, separate)
+        # Needs no key, and its streams have no end.
+        streams = MAX_PUBLIC_STREAMS
+        public = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, max_streams=streams))
         self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, separate)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, public)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), separate)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), public)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if tls is None:

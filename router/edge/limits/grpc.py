@@ -48,11 +48,18 @@ class GuardedServer:
     """
 
     def __init__(
-        self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: CallGate | None = None
+        self,
+        server: grpc.aio.Server,
+        max_calls: int,
+        client_timeout_s: float,
+        calls: CallGate | None = None,
+        max_streams: int | None = None,
     ) -> None:
-        """`calls`: gets the end of each call that GrpcGate began."""
+        """`calls`: gets the end of each call that GrpcGate began. `max_streams`: streams run under this limit instead,
+        because they may be endless."""
         self._server = server
         self._limit = CallLimit(max_calls)
+        self._streams = self._limit if max_streams is None else CallLimit(max_streams)
         self._calls = calls
         self._client_timeout_s = client_timeout_s
 
@@ -78,14 +85,14 @@ class GuardedServer:
 
     def _unary(self, method: Method, decode: Decode) -> Method:
         async def call(data: bytes, context: Any) -> Any:
-            async with self._limited(context):
+            async with self._limited(context, self._limit):
                 return await method(decode(data), context)
 
         return call
 
     def _unary_stream(self, method: Method, decode: Decode) -> Method:
         async def call(data: bytes, context: Any) -> None:
-            async with self._limited(context):
+            async with self._limited(context, self._streams):
                 responses = method(decode(data), context)
                 if inspect.isawaitable(responses):  # the library's health service writes its answers itself
                     await responses
@@ -96,17 +103,17 @@ class GuardedServer:
 
     def _stream_stream(self, method: Method, decode: Decode) -> Method:
         async def call(arriving: AsyncIterator[bytes], context: Any) -> None:
-            async with self._limited(context):
+            async with self._limited(context, self._streams):
                 requests = (decode(data) async for data in arriving)
                 await _write_all(method(requests, context), context, self._client_timeout_s)
 
         return call
 
     @contextlib.asynccontextmanager
-    async def _limited(self, context: Any) -> AsyncIterator[None]:
+    async def _limited(self, context: Any, limit: CallLimit) -> AsyncIterator[None]:
         await _echo(context)
         try:
-            with self._limit, self._reported(context):
+            with limit, self._reported(context):
                 yield
         except TandemError as error:
             await abort(context, error)

@@ -7,6 +7,7 @@ from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.edge.grpc import MAX_PUBLIC_STREAMS
 from router.testing.stub_worker import until
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound
@@ -128,6 +129,36 @@ async def test_deadline_cancels_the_request_on_both_workers(cluster: Cluster) ->
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: bool(cluster.prefill.cancelled and cluster.decode.cancelled))
     assert cluster.ends("failed") == 1
+
+
+async def test_watches_that_need_no_key_are_few_and_displace_nothing(cluster: Cluster) -> None:
+    stub = health_pb2_grpc.HealthStub(cluster.channel)
+    watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_PUBLIC_STREAMS)]
+    for watch in watches:
+        await watch.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Watch(health_pb2.HealthCheckRequest()).read()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+    cluster.says("Hello")
+    events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"))]
+    assert events[-1].HasField("finished")
+    watches.pop().cancel()
+    async with asyncio.timeout(5):
+        while await _is_refused(stub):
+            await asyncio.sleep(0.01)
+    for watch in watches:
+        watch.cancel()
+
+
+async def _is_refused(stub: health_pb2_grpc.HealthStub) -> bool:
+    watch = stub.Watch(health_pb2.HealthCheckRequest())
+    try:
+        await watch.read()
+    except grpc.aio.AioRpcError:
+        return True
+    watch.cancel()
+    return False
 
 
 async def test_health_follows_readiness(bare: Cluster) -> None:
