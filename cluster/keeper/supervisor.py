@@ -16,6 +16,7 @@ import signal
 import site
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.devices import CPU
@@ -29,6 +30,8 @@ RESTART_DELAY_S = 0.2
 MAX_RESTART_DELAY_S = 5.0
 STABLE_S = 10.0  # a process that ran for so long restarts with the shortest delay
 TAIL_BYTES = 4096
+LOG_BYTES = 64 << 20  # a log has at most this, and the file before it
+LOG_CHECK_S = 5.0
 # A log line of tandem.telemetry.logs below warning, as text or JSON. Any other line may be the end of a traceback.
 _HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
 _CODE = Path(__file__).resolve().parents[2]  # the folder of the packages: the repository or site-packages
@@ -71,6 +74,8 @@ class Supervisor:
             for spec in start.processes:
                 await self._spawn(spec)
                 self._watchers.append(asyncio.create_task(self._watch(spec)))
+            logs = [self._log_of(spec.name) for spec in start.processes]
+            self._watchers.append(asyncio.create_task(_bound_all(logs)))
         except OSError as error:
             self._end(f"{self._name} could not be started: {error}")
 
@@ -166,6 +171,26 @@ async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
+
+
+async def _bound_all(logs: Sequence[Path]) -> None:
+    while True:
+        await asyncio.sleep(LOG_CHECK_S)
+        for path in logs:
+            await asyncio.to_thread(bound_log, path)
+
+
+def bound_log(path: Path) -> None:
+    """Moves the content of a log of more than LOG_BYTES to PATH.1, in place of what is there. On a full disk, deletes
+    it. The process appends, so it goes on at the new end."""
+    try:
+        if path.stat().st_size <= LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            shutil.copyfile(path, f"{path}.1")
+        os.truncate(path, 0)
+    except OSError as error:
+        log.warning("cannot bound the log %s: %s", path, error.strerror)
 
 
 def _exit_text(code: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.keeper import supervisor as supervisor_module
 from cluster.keeper.members import MemberStart, ProcessSpec
-from cluster.keeper.supervisor import Supervisor
+from cluster.keeper.supervisor import Supervisor, bound_log
 from tandem.config.log_format import LogFormat
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -71,6 +74,35 @@ async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
     assert ("65536" in reason) == is_told
     assert reason.endswith(f"; its log: {tmp_path / 'logs' / 'm.rank.log'}") == (not is_told)
     await supervisor.stop()
+
+
+async def test_a_log_is_bounded_and_goes_on_at_its_new_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOG_BYTES", 20_000)
+    monkeypatch.setattr(supervisor_module, "LOG_CHECK_S", 0.02)
+    script = "import itertools, time; [(print(n, 'x' * 90, flush=True), time.sleep(0.0002)) for n in itertools.count()]"
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", script))))
+    path, older = tmp_path / "logs" / "m.rank.log", tmp_path / "logs" / "m.rank.log.1"
+    async with asyncio.timeout(30):
+        while not (older.exists() and older.stat().st_size > 20_000):
+            await asyncio.sleep(0.01)
+        while not 0 < path.stat().st_size < 20_000:
+            await asyncio.sleep(0.001)
+    await supervisor.stop()
+    assert path.read_bytes()[:1] != b"\0", "the process must append"
+
+
+def test_a_log_on_a_full_disk_is_bounded_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(supervisor_module, "LOG_BYTES", 10)
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    path = tmp_path / "log"
+    path.write_text("x" * 11)
+    bound_log(path)
+    assert path.stat().st_size == 0
+    bound_log(tmp_path / "none")  # says so in the log
 
 
 async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
