@@ -12,6 +12,7 @@ from rich.console import Console
 from cluster.backends import embedded_redis
 from cluster.cli import state_file
 from cluster.cli.console import console
+from cluster.cli.machine_limits import check_disks, check_open_files
 from cluster.cli.run_dirs import run_base
 from cluster.cli.state_file import ClusterState
 from cluster.devices import GpuReport, device_name
@@ -183,6 +184,8 @@ CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("tls", _tls),
     ("callers", _auth),
     ("run folder", _run_folder),
+    ("open files", check_open_files),
+    ("disks", lambda spec: check_disks()),
     ("redis", _redis),
     ("model", _model),
     ("memory", _memory),

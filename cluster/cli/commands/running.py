@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.backends.ray_env import prepare_local_ray
 from cluster.cli import state_file
+from cluster.cli.machine_limits import check_disks, check_open_files
 from cluster.cli.run_dirs import lasting_base, ray_base, run_base
 from cluster.control.controller import with_free_ports
 from cluster.control.launch import FAILED, LAUNCH_FILE, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
@@ -127,6 +128,8 @@ async def running_cluster(
     """Yields once everything is ready, and stops everything on exit, even if the start failed. `source`: the origin of
     `spec`, for `tandem apply`."""
     state_file.refuse_second(spec.name)
+    check_open_files(spec)
+    check_disks()
     with state_file.written(state_file.starting(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
         async with _running(cluster, progress, source or SpecSource(spec, {})) as running:
