@@ -70,8 +70,8 @@ class Backend(Protocol):
         """Places a member on the controller's own host, where the routers' addresses are."""
         ...
 
-    async def release_others(self, groups: Collection[str]) -> None:
-        """Stops and releases every group but these: an earlier controller placed it and died before it kept it."""
+    async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
+        """Stops and releases every other group and local member that an earlier controller placed."""
         ...
 
     async def release(self, group: str) -> None:

@@ -27,6 +27,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -46,6 +47,7 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 
 NAMESPACE = "tandem"
+LEASE = "lease"
 HEAD = "ray"  # the keeper's name for a local Ray cluster
 ADDRESS_FILE = "address"
 RETRY_S = 0.2
@@ -221,6 +223,12 @@ class LocalRay:
         return MemberStart(run_dir=str(self.folder), files={}, processes=(head,))
 
 
+def others_of(cluster: str, kept: Collection[str]) -> list[str]:
+    """Names of a cluster's actors beside `kept` and those of placement groups."""
+    names = [name for name in list_named_actors() if name.startswith(f"{cluster}/") and name.count("/") == 1]
+    return [name for name in names if name not in kept]
+
+
 class RayBackend:
     """`where`: the address of an existing Ray cluster, or one that the keeper runs. `holder`: names the keeper.
 
@@ -292,7 +300,7 @@ class RayBackend:
     async def _take_lease(self) -> None:
         actor = ray.remote(LeaseActor)
         self._lease_actor = actor.options(
-            name=f"{self._cluster}/lease", get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1
+            name=f"{self._cluster}/{LEASE}", get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1
         ).remote()
         deadline_s = time.monotonic() + 1.2 * LEASE_S  # so long a dead holder keeps it
         while True:
@@ -439,15 +447,21 @@ class RayBackend:
             return found
         return None
 
-    async def release_others(self, groups: Collection[str]) -> None:
-        await asyncio.to_thread(self._release_others, groups)
+    async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
+        await asyncio.to_thread(self._release_others, groups, local)
 
-    def _release_others(self, groups: Collection[str]) -> None:
+    def _release_others(self, groups: Collection[str], local: Collection[str]) -> None:
         table: dict[str, Any] = placement_group_table()
         for name in [each["name"] for each in table.values() if each["state"] != "REMOVED"]:
             cluster, _, group = name.partition("/")
             if cluster == self._cluster and group not in groups and (found := self._found(group)) is not None:
                 remove_placement_group(found)  # and with it its actors
+        kept = {f"{self._cluster}/{name}" for name in (LEASE, *local)}
+        for name in others_of(self._cluster, kept):
+            with contextlib.suppress(ValueError):  # gone meanwhile
+                ray.kill(ray.get_actor(name), no_restart=True)
+        while others_of(self._cluster, kept):  # else one that is ending would be found by its name
+            time.sleep(RETRY_S)
 
     async def release(self, group: str) -> None:
         if (reservation := self._reservations.pop(group, None)) is not None:

@@ -10,6 +10,8 @@ from cluster.devices import CPU, DeviceBook
 from cluster.keeper.keeper import KeeperCalls
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 
+ROUTER_PREFIX = "router-"  # of local members; the keeper has others, which are not the backend's
+
 
 class LocalMember:
     """A member of the keeper. The embedded Redis is one under every backend."""
@@ -71,10 +73,11 @@ class SubprocessBackend:
     async def place_local(self, name: str) -> MemberHandle:
         return LocalMember(name, self._keeper)
 
-    async def release_others(self, groups: Collection[str]) -> None:
+    async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
         for name in await self._keeper.members():
             group, _, rank = name.rpartition(".")
-            if rank.isdigit() and group not in groups:
+            is_rank, is_router = rank.isdigit(), name.startswith(ROUTER_PREFIX)
+            if (is_rank and group not in groups) or (not is_rank and is_router and name not in local):
                 await self._keeper.stop(name)
 
     async def release(self, group: str) -> None:

@@ -44,7 +44,8 @@ class ControllerProcess:
         cluster, log_dir = self._launch.cluster(), Path(self._launch.log_dir)
         source = SpecSource(self._launch.source, self._launch.flags)
         backend = make_backend(cluster, self._launch, self._keeper)
-        controller = Controller(cluster, backend, self._keeper, Path(self._launch.run_base), log_dir, source)
+        run_base, holder = Path(self._launch.run_base), self._launch.holder
+        controller = Controller(cluster, backend, self._keeper, run_base, log_dir, source, holder)
         code = CRASHED_EXIT_CODE
         lost = asyncio.ensure_future(self._lost(backend))
         serving = asyncio.ensure_future(self._serve(controller))

@@ -7,11 +7,13 @@ This is the composition root: it builds every part, and no part imports it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
+from pydantic import ValidationError
 
 from cluster.backends.protocol import Backend
 from cluster.control.admin_service import ALLOWED, AdminService
@@ -19,7 +21,7 @@ from cluster.control.apply import SpecApplier
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.node_drainer import NodeDrainer
 from cluster.control.pool_scaler import PoolScaler
-from cluster.control.record import ClusterRecord, RecordWriter
+from cluster.control.record import ClusterRecord, RecordWriter, Successor
 from cluster.control.redis import Redis
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
@@ -34,8 +36,12 @@ from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
 from tandem.rpc.identity import Identity
+from tandem.version import tandem_version
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+PORTS_S = 5.0
 
 
 class Controller:
@@ -49,6 +55,7 @@ class Controller:
         run_base: Path,
         log_dir: Path,
         source: SpecSource | None = None,
+        holder: str = "",
     ) -> None:
         self.spec = cluster.spec
         self.log_dir = log_dir
@@ -61,13 +68,15 @@ class Controller:
         self._admin: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+        fingerprints = tuple(model.fingerprint for model in cluster.models)
+        self._successor = Successor(holder, tandem_version(), fingerprints, source or SpecSource(self.spec, {}))
         self._record = RecordWriter(self._build_record, backend.keep)
         touch = self._record.touch
         self.workers = Workers(cluster, backend, self._tls, touch)
         self.routers = Routers(cluster, backend, run_base, touch)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
-        self.applier = SpecApplier(self.scaler, self.autoscaling, source or SpecSource(self.spec, {}), touch)
+        self.applier = SpecApplier(self.scaler, self.autoscaling, self._successor.source, touch)
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
         status = StatusReport(
@@ -103,13 +112,14 @@ class Controller:
         """
         self._run_base.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._backend.open()
-        kept = await self._backend.kept()
+        record = self._read_record(await self._backend.kept())
         await self._redis.start()
-        if kept:
-            await self._resume(ClusterRecord.model_validate_json(kept))
+        if record is not None:
+            await self._resume(record)
         else:
             self.is_new = True
-            check_ports(self.spec)
+            await self._backend.release_others((), ())
+            await self._until_ports_are_free()
             await self._serve_admin()
             await run_together(
                 self.routers.start(self.admin_address, self._redis.url),
@@ -119,10 +129,38 @@ class Controller:
         self._tasks.append(asyncio.create_task(self._node_drainer.run()))
         await self.autoscaling.configure(self.applier.source.spec)
 
+    async def _until_ports_are_free(self) -> None:
+        """Routers that were stopped a moment ago may still have theirs. Raises PortInUse if others have them."""
+        deadline_s = asyncio.get_running_loop().time() + PORTS_S
+        while True:
+            try:
+                check_ports(self.spec)
+                return
+            except PortInUse:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    def _read_record(self, kept: str) -> ClusterRecord | None:
+        """None: there is nothing to take over, or it cannot be, and is stopped."""
+        if not kept:
+            return None
+        try:
+            record = ClusterRecord.model_validate_json(kept)
+            refusal = self._successor.refusal(record)
+        except ValidationError:
+            refusal = "its record is of another version"
+        if refusal:
+            log.warning("stopping the running cluster %s to start it again: %s", self.spec.name, refusal)
+            return None
+        return self._successor.adapted(record)
+
     async def _resume(self, record: ClusterRecord) -> None:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         control = self.spec.control
         self.applier.source = SpecSource(record.spec, record.flags)
+        groups = [worker.worker_id for worker in record.workers]
+        await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
         await run_together(
             self.routers.resume(record.routers),
             self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers),
@@ -134,8 +172,11 @@ class Controller:
         return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)
 
     def _build_record(self) -> ClusterRecord:
-        source = self.applier.source
+        source, this = self.applier.source, self._successor
         return ClusterRecord(
+            holder=this.holder,
+            version=this.version,
+            fingerprints=this.fingerprints,
             spec=source.spec,
             flags=dict(source.flags),
             workers=self.workers.records(),

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_live
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
 from tandem.config.spec import ClusterSpec, Role
@@ -66,13 +68,50 @@ class DrainRecord(Frozen):
 
 
 class ClusterRecord(Frozen):
-    """`spec` and `flags`: what `tandem apply` compares with (`cluster.spec.changes.SpecSource`)."""
+    """`holder`: the keeper whose controller wrote it. `spec` and `flags`: what `tandem apply` compares with
+    (`cluster.spec.changes.SpecSource`). `fingerprints`: of the models."""
 
+    holder: str
+    version: str
+    fingerprints: tuple[str, ...]
     spec: ClusterSpec
     flags: dict[str, Any]
     workers: tuple[WorkerRecord, ...]
     routers: tuple[RouterRecord, ...]
     under_way: tuple[ScaleRecord | DrainRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """What a controller is asked to run. `holder`: its keeper."""
+
+    holder: str
+    version: str
+    fingerprints: tuple[str, ...]
+    source: SpecSource
+
+    def refusal(self, record: ClusterRecord) -> str:
+        """Why it cannot take over what the record tells, which then has to be stopped; empty if it can."""
+        if record.version != self.version:
+            return f"it runs Tandem {record.version}, and this is {self.version}"
+        if record.holder == self.holder:
+            return ""
+        if record.fingerprints != self.fingerprints:
+            return "its models have changed"
+        changed = [each for each in changed_fields(record.spec, self.source.spec) if not is_live(each)]
+        return f"{', '.join(changed[:SHOWN_FIELDS])} changed" if changed else ""
+
+    def adapted(self, record: ClusterRecord) -> ClusterRecord:
+        """The record with the changes to make: another `tandem up` may have been given other pool sizes."""
+        if record.holder == self.holder:
+            return record
+        scales = [
+            ScaleRecord(model=new.served_name, prefill=new.prefill.workers, decode=new.decode.workers)
+            for old, new in zip(record.spec.models, self.source.spec.models, strict=True)
+            if (old.prefill.workers, old.decode.workers) != (new.prefill.workers, new.decode.workers)
+        ]
+        update = {"spec": self.source.spec, "flags": dict(self.source.flags)}
+        return record.model_copy(update=update | {"under_way": (*record.under_way, *scales)})
 
 
 class RecordWriter:

@@ -55,8 +55,6 @@ class Routers:
             self._launch(number, router, controller_address, redis_url)
             for number, router in enumerate(router_specs(self._cluster.spec))
         ]
-        for launch in launches:  # a controller that died during its start may have left one
-            await (await self._backend.place_local(launch.router_id)).stop()
         await self._add(RouterRecord(launch=launch, restarts=0, has_served=False) for launch in launches)
 
     async def resume(self, records: Sequence[RouterRecord]) -> None:

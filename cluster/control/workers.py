@@ -80,7 +80,6 @@ class Workers:
     async def start(self, settings: EpochSettings) -> None:
         """Starts every worker of the spec. Raises ConfigError if one has no room."""
         self._settings = settings
-        await self._backend.release_others(())
         starts = []
         for model, role in sorted(product(self._models, Role), key=_gpu_share, reverse=True):
             prefix = self.name_prefix(model)
@@ -91,7 +90,6 @@ class Workers:
     async def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
         """Takes over the workers of an earlier controller. Raises ConfigError if one that ended has no room."""
         self._settings = settings
-        await self._backend.release_others([record.worker_id for record in records])
         await run_together(*(self._add(each.worker_id, each.role, self.model(each.model), each) for each in records))
 
     def records(self) -> tuple[WorkerRecord, ...]:

@@ -46,8 +46,8 @@ class RecordingBackend:
     async def place_local(self, name: str) -> MemberHandle:
         return await self.inner.place_local(name)
 
-    async def release_others(self, groups: Collection[str]) -> None:
-        await self.inner.release_others(groups)
+    async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
+        await self.inner.release_others(groups, local)
 
     async def release(self, group: str) -> None:
         await self.inner.release(group)

@@ -134,9 +134,21 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
             await asyncio.to_thread(start_cluster, _empty(tmp_path / "third"), spec=spec)
         second.assert_conserved()
     finally:
-        assert second.stop() == 0
+        second.process.kill()
+        second.process.wait(10)
+    config = tmp_path / "cluster.yaml"
+    await asyncio.to_thread(config.write_text, f"{config.read_text()}\nlog_level: debug\n")
+    process = await asyncio.to_thread(start, first, "up", "--config", str(config))
+    third = Cluster(process, first.env, first.http_port, first.grpc_port, first.admin_port, first.log)
+    try:
+        await asyncio.to_thread(third.wait_ready)
+        assert not [each for each in pids_of(before) if psutil.pid_exists(each)], "it was asked for another cluster"
+        third.note_descendants()
+        ours = pids_of(running(third))
+    finally:
+        assert third.stop() == 0
     deadline_s = time.monotonic() + 10.0
-    while alive := [each for each in pids_of(before) if psutil.pid_exists(each)]:
+    while alive := [each for each in ours if psutil.pid_exists(each)]:
         assert time.monotonic() < deadline_s, alive
         await asyncio.sleep(0.1)
 

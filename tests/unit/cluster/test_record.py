@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cluster.control import record
-from cluster.control.record import ClusterRecord, DrainRecord, RecordWriter, ScaleRecord
+from cluster.control.record import ClusterRecord, DrainRecord, RecordWriter, ScaleRecord, Successor
+from cluster.spec.changes import SpecSource
 from tandem.config.spec import ClusterSpec
 
 
@@ -26,13 +28,14 @@ class Kept:
         self.records.append(ClusterRecord.model_validate_json(text))
 
 
-def build() -> ClusterRecord:
+def build(**changes: Any) -> ClusterRecord:
     under_way = (
         ScaleRecord(model="tiny", prefill=1, decode=2),
         DrainRecord(worker_id="decode-0", epoch=7, restart=True, move=False),
     )
     flags = {"models.0.source": "tiny", "router.http_port": 0}
-    return ClusterRecord(spec=ClusterSpec(), flags=flags, workers=(), routers=(), under_way=under_way)
+    fields = {"holder": "k1", "version": "1.0", "fingerprints": ("f",), "spec": ClusterSpec(), "flags": flags}
+    return ClusterRecord(**(fields | changes), workers=(), routers=(), under_way=under_way)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -65,3 +68,42 @@ async def test_a_change_that_cannot_be_noted_is_refused() -> None:
     with pytest.raises(OSError, match="Ray does not answer"):
         await writer.write()
     await writer.close()
+
+
+def spec(**router: Any) -> ClusterSpec:
+    return ClusterSpec.model_validate({"router": router})
+
+
+def sized(prefill: int, decode: int) -> ClusterSpec:
+    pools = {"prefill": {"workers": prefill}, "decode": {"workers": decode}}
+    return ClusterSpec.model_validate({"models": [ClusterSpec().models[0].model_dump() | pools]})
+
+
+def successor(holder: str, source: ClusterSpec, version: str = "1.0", fingerprint: str = "f") -> Successor:
+    return Successor(holder, version, (fingerprint,), SpecSource(source, {}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        (successor("k1", ClusterSpec()), ""),
+        (successor("k1", spec(replicas=2)), ""),  # `tandem apply` may have changed what the keeper was started with
+        (successor("k2", ClusterSpec()), ""),
+        (successor("k2", sized(2, 2)), ""),
+        (successor("k2", spec(replicas=2, max_migrations=7)), "router.replicas, router.max_migrations changed"),
+        (successor("k2", ClusterSpec(), fingerprint="g"), "its models have changed"),
+        (successor("k1", ClusterSpec(), version="1.1"), "it runs Tandem 1.0, and this is 1.1"),
+    ],
+)
+def test_a_cluster_is_taken_over_unless_it_would_not_be_what_was_asked_for(asked: Successor, refusal: str) -> None:
+    assert sorted(asked.refusal(build()).split(", ")) == sorted(refusal.split(", "))
+
+
+def test_another_keeper_may_ask_for_other_sizes_and_the_same_keeper_keeps_those_that_were_applied() -> None:
+    applied = build(spec=sized(2, 3))
+    assert successor("k1", sized(1, 1)).adapted(applied) == applied
+    adapted = successor("k2", sized(1, 4)).adapted(applied)
+    name = applied.spec.models[0].served_name
+    assert adapted.under_way == (*applied.under_way, ScaleRecord(model=name, prefill=1, decode=4))
+    assert adapted.spec == sized(1, 4)
+    assert successor("k2", sized(2, 3)).adapted(applied).under_way == applied.under_way

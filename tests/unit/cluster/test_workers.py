@@ -64,7 +64,7 @@ class FakeBackend:
     async def kept(self) -> str:
         return ""
 
-    async def release_others(self, groups: Collection[str]) -> None: ...
+    async def release_others(self, groups: Collection[str], local: Collection[str]) -> None: ...
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         if self.full:
