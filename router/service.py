@@ -17,6 +17,9 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
 from router.terms import RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
+from tandem.text.words import plural
+
+MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
 
 
 class RouterService:
@@ -89,9 +92,9 @@ class RouterService:
         Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
         """
         model, request = await self._parse(raw, terms, model_required, new_request_id())
-        self._check_limits([request], terms)
+        self._check_limits([request], 1, terms)
         stream = self.dispatcher.submit(model, request, terms)
-        self._count_prompts([request], terms)
+        self._count_prompts([request], 1, terms)
         return SubmittedRequest(request, model, stream)
 
     async def submit_all(
@@ -103,7 +106,9 @@ class RouterService:
         """
         total = len(raws) * choices
         parsed = [await self._parse(raw, terms, model_required=True, request_id=request_id) for raw in raws]
-        self._check_limits([request for _, request in parsed], terms)
+        requests = [request for _, request in parsed]
+        self._check_logprobs(raws, requests, choices)
+        self._check_limits(requests, choices, terms)
         submitted: list[SubmittedRequest] = []
         try:
             for number in range(total):
@@ -114,7 +119,7 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._count_prompts([request for _, request in parsed], terms)
+        self._count_prompts(requests, choices, terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(
@@ -135,20 +140,39 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
+    def _check_logprobs(self, raws: Sequence[RawRequest], requests: Sequence[ValidRequest], choices: int) -> None:
+        """Checks what the answers may hold together. A `max_tokens` that the client left out does not count, because
+        most answers are much shorter. Raises InputError."""
+        scores = 0
+        for raw, request in zip(raws, requests, strict=True):
+            sampling = request.sampling
+            if sampling.prompt_logprobs is not None:
+                scores += choices * (1 + sampling.prompt_logprobs) * request.prompt_tokens
+            if sampling.logprobs is not None and raw.sampling.max_tokens is not None:
+                scores += choices * (1 + sampling.logprobs) * sampling.max_tokens
+        if scores > MAX_LOGPROBS:
+            error = InputError(
+                f"logprobs: expected at most {MAX_LOGPROBS} in all answers together, got {scores} from "
+                f"{plural(len(raws), 'prompt')} with {plural(choices, 'choice')} each: lower n, logprobs or "
+                "max_tokens, or send fewer or shorter prompts",
+                field="logprobs",
+            )
+            self.rejected(requests[0].model, error)
+            raise error
+
+    def _check_limits(self, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None) -> None:
         """Checks the caller's token rate before submission. Raises RateLimited."""
         if terms is None or terms.call is None:
             return
         try:
-            terms.call.check_prompt(sum(request.prompt_tokens for request in requests))
+            terms.call.check_prompt(_computed_tokens(requests, choices))
         except RateLimited as error:
             self.rejected(requests[0].model, error)
             raise
 
-    def _count_prompts(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
+    def _count_prompts(self, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None) -> None:
         if terms is not None and terms.call is not None:
-            tokens = sum(request.prompt_tokens for request in requests)
-            terms.call.add_prompt(requests[0].model, tokens)
+            terms.call.add_prompt(requests[0].model, _computed_tokens(requests, choices))
 
     async def tokenize(
         self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
@@ -182,6 +206,12 @@ class RouterService:
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is not draining."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+
+
+def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:
+    """Prompt tokens that the answers cost: of the first choice, or of each if the prompt's logprobs are wanted."""
+    each = ((1 if request.sampling.prompt_logprobs is None else choices, request) for request in requests)
+    return sum(times * request.prompt_tokens for times, request in each)
 
 
 def _authenticated_tenant(terms: RequestTerms | None) -> str:

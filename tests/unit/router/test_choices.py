@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from router import service
 from tandem.config.spec import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster
 
@@ -214,3 +215,34 @@ class TestRequestId:
         reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "stream": True})
         first = json.loads(reply.text.split("\n\n")[0].removeprefix("data: "))
         assert first["id"] == f"cmpl-{reply.headers['x-request-id']}"
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ({"echo": True, "logprobs": 1, "max_tokens": 1}, 4 * 2 * (3 + 1)),
+        ({"logprobs": 2, "max_tokens": 5}, 4 * 3 * 5),
+        ({"logprobs": 2}, 0),  # most answers are much shorter than the context
+    ],
+)
+async def test_the_logprobs_of_all_answers_together_are_bounded(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, more: dict[str, object], count: int
+) -> None:
+    """Two prompts of three tokens with two choices each."""
+    cluster.says("ok")
+    call = {"model": MODEL, "prompt": [[70, 71, 72], [73, 74, 75]], "n": 2, **more}
+    if count:
+        monkeypatch.setattr(service, "MAX_LOGPROBS", count - 1)
+        with pytest.raises(openai.BadRequestError, match=rf"logprobs: expected at most {count - 1} .* got {count} "):
+            await cluster.openai.completions.create(**call)
+        assert not cluster.decode.works, "none of them may run"
+        monkeypatch.setattr(service, "MAX_LOGPROBS", count)
+    answer = await cluster.openai.completions.create(**call)
+    assert len(answer.choices) == 4
+    await cluster.settled()
+
+
+async def test_the_request_that_made_700_mb_of_json_is_refused(cluster: Cluster) -> None:
+    call = {"model": MODEL, "prompt": [70] * 400, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="lower n, logprobs or max_tokens"):
+        await cluster.openai.completions.create(**call)
