@@ -9,13 +9,14 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from cluster.backends.protocol import Backend
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.controller import Controller, needed_cpus
-from cluster.control.launch import FAILED, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
+from cluster.control.launch import BEAT, BEAT_S, FAILED, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
 from cluster.interruptible import run_interruptible
 from cluster.keeper.remote import RemoteKeeper
 from cluster.spec.changes import SpecSource
@@ -28,6 +29,18 @@ log = logging.getLogger(__name__)
 FAILED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 2
 LOST_EXIT_CODE = 3  # the keeper or the backend was lost, or another controller took over
+
+
+class ReportHandler(logging.Handler):
+    """Warnings and errors are also lines of `tandem up`."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._report, record.getMessage())
 
 
 class ControllerProcess:
@@ -47,6 +60,7 @@ class ControllerProcess:
         run_base, holder = Path(self._launch.run_base), self._launch.holder
         controller = Controller(cluster, backend, self._keeper, run_base, log_dir, source, holder)
         code = CRASHED_EXIT_CODE
+        beating = asyncio.create_task(self._beat())
         lost = asyncio.ensure_future(self._lost(backend))
         serving = asyncio.ensure_future(self._serve(controller))
         try:
@@ -69,6 +83,13 @@ class ControllerProcess:
                     task.cancel()
                 await asyncio.gather(lost, serving, return_exceptions=True)
                 await controller.close()
+                beating.cancel()
+
+    async def _beat(self) -> None:
+        """Shows the keeper that this process is not stuck."""
+        while True:
+            await self._report(BEAT, "")
+            await asyncio.sleep(BEAT_S)
 
     async def _lost(self, backend: Backend) -> str:
         """Why this controller can act no more."""
@@ -85,9 +106,9 @@ class ControllerProcess:
         try:
             await controller.start()
             self._opened.set()
-            await controller.wait_ready(self._progress)
+            await controller.wait_ready(self.progress)
         except TandemError as error:
-            log.error("%s", error.message)
+            log.info("cannot start: %s", error.message)
             await self._keeper.report(FAILED, FailureReport.of(error).model_dump_json())
             if controller.is_new or not self._opened.is_set():
                 return FAILED_EXIT_CODE
@@ -98,18 +119,18 @@ class ControllerProcess:
         )
         self._has_served = True
         await self._keeper.report(READY, ready.model_dump_json())
-        controller.workers.announce = self._progress
+        controller.workers.announce = self.progress
         await controller.stop_requested.wait()
         return 0
 
-    def _progress(self, text: str) -> None:
-        task = asyncio.create_task(self._report_progress(text))
+    def progress(self, text: str) -> None:
+        task = asyncio.create_task(self._report(PROGRESS, text))
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 
-    async def _report_progress(self, text: str) -> None:
+    async def _report(self, kind: str, text: str) -> None:
         with suppress(TandemError):  # the keeper is gone, and this process will be
-            await self._keeper.report(PROGRESS, text)
+            await self._keeper.report(kind, text)
 
 
 def make_backend(cluster: ResolvedCluster, launch: ControllerLaunch, keeper: RemoteKeeper) -> Backend:
@@ -128,7 +149,11 @@ def make_backend(cluster: ResolvedCluster, launch: ControllerLaunch, keeper: Rem
 
 async def main(launch: ControllerLaunch) -> int:
     keeper = await RemoteKeeper.connect(Path(launch.keeper_socket))
-    code = await ControllerProcess(launch, keeper).run()
+    process = ControllerProcess(launch, keeper)
+    reporting = ReportHandler(process.progress)
+    logging.getLogger().addHandler(reporting)
+    code = await process.run()
+    logging.getLogger().removeHandler(reporting)
     if code:
         logging.shutdown()
         os._exit(code)

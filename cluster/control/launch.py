@@ -15,7 +15,8 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 
 LAUNCH_FILE = "controller.json"
-PROGRESS, READY, FAILED = "progress", "ready", "failed"  # kinds of reports
+PROGRESS, READY, FAILED, BEAT = "progress", "ready", "failed", "beat"  # kinds of reports
+BEAT_S = 1.0
 
 
 class LaunchedModel(Frozen):

@@ -183,3 +183,22 @@ async def test_a_lost_ray_is_named_and_everything_on_it_started_again(
     assert after["workers"].keys() == before["workers"].keys()
     cluster.note_descendants()
     cluster.assert_conserved()
+
+
+async def test_a_controller_that_is_stuck_is_replaced(cluster_with: Callable[..., Cluster], tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
+    spec = {"models": [{"source": str(model), **pools}], "control": {"backend": "subprocess"}}
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    before, stuck = running(cluster), process_of(cluster, "cluster.control")
+    stuck.suspend()
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=30.0) as client:
+        async with asyncio.timeout(60):
+            while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                await asyncio.sleep(0.5)
+    await asyncio.to_thread(cluster.wait_ready)
+    assert running(cluster) == before
+    assert "the controller has not answered for 15 s" in cluster.log.read_text()
+    cluster.note_descendants()

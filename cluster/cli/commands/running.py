@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +16,17 @@ from cluster.cli import state_file
 from cluster.cli.machine_limits import check_disks, check_open_files
 from cluster.cli.run_dirs import lasting_base, ray_base, run_base
 from cluster.control.controller import with_free_ports
-from cluster.control.launch import FAILED, LAUNCH_FILE, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
+from cluster.control.launch import (
+    BEAT,
+    BEAT_S,
+    FAILED,
+    LAUNCH_FILE,
+    PROGRESS,
+    READY,
+    ControllerLaunch,
+    FailureReport,
+    ReadyReport,
+)
 from cluster.keeper.keeper import Keeper
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
 from cluster.keeper.remote import KeeperServer
@@ -30,6 +42,8 @@ CONTROLLER = "controller"  # the keeper's name for it
 CLOSE_S = 60.0  # added to the routers' drain: how long a controller may take to stop the cluster
 STABLE_S = 10.0  # a controller that ran for so long is followed by the next without delay
 MAX_DELAY_S = 5.0
+MISSED_BEATS = 15  # then it is stuck
+LONGEST_START_S = 60  # for loading its modules, before the first beat
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +85,7 @@ class Controllers:
         self._start = MemberStart(run_dir=run_dir, files=files, processes=(process,))
         self._ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._missed = 0  # beats of the controller
 
     async def start(self) -> ReadyReport:
         """Returns when the cluster serves. Raises TandemError if it cannot."""
@@ -93,13 +108,30 @@ class Controllers:
         while True:
             started_s = loop.time()
             await self.keeper.start(CONTROLLER, self._start)
-            end = await self.keeper.wait_end(CONTROLLER)
+            watching = asyncio.create_task(self._kill_if_stuck())
+            try:
+                end = await self.keeper.wait_end(CONTROLLER)
+            finally:
+                watching.cancel()
             if self._is_final(end):
                 return
             self._progress(f"{end.reason}; the next one takes over")
             await self.keeper.stop(CONTROLLER)
             delay_s = 0.0 if loop.time() - started_s >= STABLE_S else min(MAX_DELAY_S, 2 * delay_s + 0.1)
             await asyncio.sleep(delay_s)
+
+    async def _kill_if_stuck(self) -> None:
+        """Counts beats of its own, not seconds: this process may have been stopped too, as by Ctrl-Z."""
+        self._missed = -LONGEST_START_S
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._missed += 1
+            if self._missed > MISSED_BEATS:
+                self._progress(f"the controller has not answered for {MISSED_BEATS * BEAT_S:g} s: killing it")
+                controller = (await self.keeper.members()).get(CONTROLLER)
+                for process in controller.processes if controller is not None else ():
+                    os.kill(process.pid, signal.SIGKILL)
+                return
 
     def _is_final(self, end: MemberEnd) -> bool:
         if end.exit_code == 0:
@@ -109,7 +141,9 @@ class Controllers:
         return end.exit_code == 0 or (self._ready.done() and self._ready.exception() is not None)
 
     def _reported(self, kind: str, text: str) -> None:
-        if kind == PROGRESS:
+        if kind == BEAT:
+            self._missed = 0
+        elif kind == PROGRESS:
             self._progress(text)
         elif kind == READY and not self._ready.done():
             self._ready.set_result(ReadyReport.model_validate_json(text))
