@@ -19,6 +19,7 @@ from router.dashboard.view import RouterView
 from router.edge.grpc import GrpcServer
 from router.edge.http import HttpEdge
 from router.edge.http_server import HttpServer, bind
+from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
 from router.edge.traces import TracesEdge
@@ -165,12 +166,13 @@ class RouterApp:
         """Raises PortInUse."""
         launch, spec = self._launch, self._launch.router
         connections = connections_for(spec.max_connections)
+        self.bodies = BodyBudget(LARGEST_BODIES * spec.max_body_bytes)
         tls = EdgeTls(spec.tls) if spec.tls is not None else None
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard).app(),
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, bodies=self.bodies, more_routes=dashboard).app(),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,

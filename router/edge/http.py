@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_schema import (
     AnswerStruct,
@@ -41,7 +43,7 @@ from router.request_ids import RequestIds
 from router.requests.answers import Answers
 from router.requests.request import RawRequest
 from router.service import RouterService
-from tandem.errors import InputError, InternalError, PayloadTooLarge, RequestCancelled, TandemError
+from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
@@ -62,10 +64,18 @@ class JsonResponse(Response):
 class HttpEdge:
     """The handlers; `app` makes them an application."""
 
-    def __init__(self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        *,
+        max_body_bytes: int,
+        bodies: BodyBudget | None = None,
+        more_routes: Sequence[Route] = (),
+    ) -> None:
         """`more_routes`: routes beside the inference API, such as the dashboard's."""
         self._service = service
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies or BodyBudget(LARGEST_BODIES * max_body_bytes)
         self._more_routes = more_routes
         self._batcher = WriteBatcher()
 
@@ -178,29 +188,42 @@ class HttpEdge:
 
     async def _body(self, request: Request, parse: Callable[[bytes], Body]) -> Body:
         """The parsed body, within the size limit. Raises InputError."""
-        limit = self._max_body_bytes
-        declared = request.headers.get("content-length", "")
         body = bytearray()
-        too_large = declared.isdecimal() and int(declared) > limit
-        if not too_large:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    too_large = True
-                    break
+        counted = 0
         try:
-            if too_large:
-                raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
+            async with aclosing(self._chunks(request)) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    if (more := max(0, len(body) - EXEMPT_BYTES) - counted) > 0:
+                        self._bodies.take(more)
+                        counted += more
             if len(body) <= INLINE_BODY_BYTES:
                 parsed = parse(bytes(body))
             else:  # in few threads, as each keeps memory of the largest body that it parsed
                 parsed = await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
-        except InputError as error:
+        except (InputError, OverloadedError) as error:
             self._service.rejected("", error)
             raise
+        finally:
+            self._bodies.give_back(counted)
         if (call := call_of(request.scope)) is not None:
             call.name_model(parsed.model)
         return parsed
+
+    async def _chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Raises PayloadTooLarge as soon as the body is known to be."""
+        limit, declared = self._max_body_bytes, request.headers.get("content-length", "")
+        received = 0
+        is_too_large = declared.isdecimal() and int(declared) > limit
+        if not is_too_large:
+            async for chunk in request.stream():
+                received += len(chunk)
+                is_too_large = received > limit
+                if is_too_large:
+                    break
+                yield chunk
+        if is_too_large:
+            raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
 
 
 async def _answer(request: Request, answers: Answers, form: AnswerFormat, batcher: WriteBatcher | None) -> Response:
