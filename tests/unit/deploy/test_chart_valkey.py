@@ -58,7 +58,14 @@ def test_the_user_does_what_tandem_does_and_no_more(address: str) -> None:
         pipe.set("tandem:{c}:prefix:decode-0:snapshot", b"x", ex=60)
         pipe.execute()
     assert client.xread({key: 0})
-    for forbidden in (lambda: client.set("other", "x"), lambda: client.config_get("*"), client.flushall):
+    for forbidden in (
+        lambda: client.set("other", "x"),
+        lambda: client.config_get("*"),
+        client.flushall,
+        lambda: client.eval("return 1", 0),
+        lambda: client.function_list(),
+        lambda: client.publish("tandem:channel", "x"),
+    ):
         with pytest.raises(redis.exceptions.NoPermissionError):
             forbidden()
 
