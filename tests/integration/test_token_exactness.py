@@ -6,7 +6,7 @@ Live processes on every path: ranks, transfer agents, services.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -187,9 +187,29 @@ async def test_through_a_handoff(
         assert {link.state for link in links} == {"ready"}
 
 
-async def with_every_length(live: LivePair, reference: Reference) -> None:
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), [(2, 1, TCP), (1, 2, MAPPED)])
+@pytest.mark.parametrize(
+    "block_tokens", [32, *(pytest.param(each, marks=pytest.mark.soak_only) for each in (8, 64, 128))]
+)
+@pytest.mark.slow
+async def test_through_a_handoff_of_blocks_of_other_sizes(
+    pair: StartPair, tiny: Path, reference: Reference, block_tokens: int, prefill_tp: int, decode_tp: int,
+    transport: TransportKind,
+) -> None:  # fmt: skip
+    engine = ENGINE.model_copy(update={"block_tokens": block_tokens, "kv_blocks": 160 * 16 // block_tokens})
+    lengths = (1, block_tokens - 1, block_tokens, block_tokens + 1, 100, 1000)
+    async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=engine) as live:
+        await with_every_length(live, reference, lengths)
+        hand = ManualRouter()
+        for cached in (False, True):
+            found = await hand.handoff(live.prefill, live.decode, prompt(3 * block_tokens + 5, 40), GREEDY)
+            assert found.tokens == reference.answer(prompt(3 * block_tokens + 5, 40), GREEDY)
+            assert found.cached_tokens_decode == (3 * block_tokens if cached else 0)
+
+
+async def with_every_length(live: LivePair, reference: Reference, lengths: Sequence[int] = LENGTHS) -> None:
     hand = ManualRouter()
-    for length in LENGTHS:
+    for length in lengths:
         for seed, sampling in enumerate((GREEDY, SEEDED)):
             answer = await hand.handoff(live.prefill, live.decode, prompt(length, seed), sampling)
             assert answer.tokens == reference.answer(prompt(length, seed), sampling), length
