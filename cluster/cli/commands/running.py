@@ -54,7 +54,7 @@ class RunningCluster:
     log_dir: Path
     admin_address: str
     routers: tuple[tuple[str, str], ...]
-    stopped: asyncio.Event  # set when the cluster was stopped by its admin API
+    stopped: asyncio.Event  # set when the cluster was stopped by its admin API, or can have no controller
 
     @property
     def http_address(self) -> str:
@@ -92,6 +92,7 @@ class Controllers:
         self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._server.serve(self._socket)
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
         return await self._ready
 
     async def close(self) -> None:
@@ -120,6 +121,12 @@ class Controllers:
             delay_s = 0.0 if loop.time() - started_s >= STABLE_S else min(MAX_DELAY_S, 2 * delay_s + 0.1)
             await asyncio.sleep(delay_s)
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Without it, a bug in `_run` would leave the cluster without a controller, and `start` waiting."""
+        self.stopped.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ready.done():
+            self._ready.set_exception(error)
+
     async def _kill_if_stuck(self) -> None:
         """Counts beats of its own, not seconds: this process may have been stopped too, as by Ctrl-Z."""
         self._missed = -LONGEST_START_S
@@ -134,9 +141,7 @@ class Controllers:
                 return
 
     def _is_final(self, end: MemberEnd) -> bool:
-        if end.exit_code == 0:
-            self.stopped.set()
-        elif not self._ready.done() and end.exit_code is not None:
+        if end.exit_code and not self._ready.done():
             self._ready.set_exception(UnavailableError(end.reason))
         return end.exit_code == 0 or (self._ready.done() and self._ready.exception() is not None)
 
