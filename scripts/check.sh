@@ -46,6 +46,7 @@ step "generated configuration page" "$PYTHON" scripts/generate-config-doc.py --c
 step "generated chart schema" "$PYTHON" scripts/generate-chart-schema.py --check
 step "generated dashboards" "$PYTHON" scripts/generate-dashboards.py --check
 step "generated API pages" "$PYTHON" scripts/generate-api-pages.py --check
+step "acceptance page" "$PYTHON" scripts/generate-acceptance-page.py --check
 step "generated quick start" "$PYTHON" scripts/generate-quickstart.py --check
 step "generated requirements of the router image" "$PYTHON" scripts/generate-router-requirements.py --check
 step "documentation site" scripts/site.sh

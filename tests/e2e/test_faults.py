@@ -49,6 +49,7 @@ def kill_worker(worker: dict[str, Any], process: str) -> None:
     os.kill(next(found["pid"] for found in worker["processes"] if found["name"] == process), signal.SIGKILL)
 
 
+@pytest.mark.acceptance(8, here="12 requests; TTFT is not compared")
 async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
         expected = [await ask(client, entry.prompt_ids) for entry in golden]

@@ -204,6 +204,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     assert cluster.survivors() == []
 
 
+@pytest.mark.acceptance(36, here="as stated")
 def test_what_listens_is_what_the_page_says(secured: Secured) -> None:
     found = {sock: rows_of(sock, secured.cluster) for sock in secured.sockets}
     assert all(len(rows) == 1 for rows in found.values()), found
@@ -211,6 +212,7 @@ def test_what_listens_is_what_the_page_says(secured: Secured) -> None:
     assert {sock.host for sock in secured.sockets} == {"127.0.0.1"}
 
 
+@pytest.mark.acceptance(36, here="as stated")
 def test_every_internal_port_takes_its_peers_and_no_stranger(secured: Secured) -> None:
     for sock in secured.sockets:
         (row,) = rows_of(sock, secured.cluster)

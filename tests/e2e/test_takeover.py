@@ -163,6 +163,7 @@ def pids_of(seen: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("part", ["raylet/raylet", pytest.param("gcs_server", marks=pytest.mark.soak_only)])
+@pytest.mark.acceptance(7, here="raylet; running requests fail", soak="GCS too")
 async def test_a_lost_ray_is_named_and_everything_on_it_started_again(
     cluster_with: Callable[..., Cluster], tmp_path: Path, part: str
 ) -> None:

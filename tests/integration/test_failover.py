@@ -151,6 +151,7 @@ async def kill_one_under_all(live: Routed, asks: list[Ask], role: Role) -> list[
 
 @pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.acceptance(1, here="32 streams, one kill", soak="20 kills")
 async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
 @pytest.mark.slow
+@pytest.mark.acceptance(3, here="a decode worker", soak="both roles")
 async def test_a_frozen_engine_is_out_and_back_after_a_canary(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, role: Role
 ) -> None:

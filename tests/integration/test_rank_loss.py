@@ -50,6 +50,7 @@ STAGES = ("starts", "waits for its peer", "is ready", "is ready and hangs")
 
 
 @pytest.mark.parametrize("stage", [*STAGES[1:3], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGES[::3])])
+@pytest.mark.acceptance(5, here="every stage of a start")
 async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_folder: Path, stage: str) -> None:
     source = str(write_tiny_llama(short_folder / "tiny", seed=1))
     spec = ClusterSpec.model_validate(

@@ -125,6 +125,7 @@ async def rounds_that_show_a_hit(http: httpx.AsyncClient, key: str) -> int:
 
 @pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.acceptance(41, here="30 pairs", soak="500 pairs")
 async def test_times_do_not_tell_one_tenant_what_another_has_asked(
     tmp_path: Path, routed: Callable[..., AbstractAsyncContextManager[Any]]
 ) -> None:

@@ -176,6 +176,7 @@ async def cache_on_prefill_only(hand: ManualRouter, prefill: WorkerSession, deco
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), PATHS)
+@pytest.mark.acceptance(29, here="five pairs of widths", soak="all nine, each transport")
 async def test_through_a_handoff(
     pair: StartPair, tiny: Path, reference: Reference, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
@@ -192,6 +193,7 @@ async def test_through_a_handoff(
     "block_tokens", [32, *(pytest.param(each, marks=pytest.mark.soak_only) for each in (8, 64, 128))]
 )
 @pytest.mark.slow
+@pytest.mark.acceptance(29, here="blocks of 32", soak="8 to 128")
 async def test_through_a_handoff_of_blocks_of_other_sizes(
     pair: StartPair, tiny: Path, reference: Reference, block_tokens: int, prefill_tp: int, decode_tp: int,
     transport: TransportKind,

@@ -133,6 +133,7 @@ server.stop(None).wait()
     assert done.stderr == ""
 
 
+@pytest.mark.acceptance(32, here="ports, model, memory; no interface")
 def test_doctor_names_the_fix_of_what_is_wrong(tandem: Tandem, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as held:

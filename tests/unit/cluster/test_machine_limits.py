@@ -48,6 +48,7 @@ def test_enough_open_files_are_told_with_what_they_suffice_for(
 
 
 @pytest.mark.parametrize("variable", ["XDG_STATE_HOME", "XDG_RUNTIME_DIR"])
+@pytest.mark.acceptance(24, here="disk, at the start")
 def test_a_full_disk_is_refused_by_the_variable_that_moves_the_folder(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_full_disk_is_refused_by_the_variable_that_moves_the_folder(
         check_disks()
 
 
+@pytest.mark.acceptance(24, here="descriptors, at the start")
 def test_a_start_with_64_open_files_ends_at_once_and_names_them(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cluster", "up", "--backend", "subprocess", "--http-port", "0", "--grpc-port", "0"]
     done = subprocess.run(

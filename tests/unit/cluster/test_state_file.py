@@ -83,6 +83,7 @@ def test_a_process_that_ended_is_not_alive_before_it_is_reaped() -> None:
     assert not replace(mine(), pid=child.pid, started=started).is_alive
 
 
+@pytest.mark.acceptance(12, here="finding a cluster")
 def test_a_start_is_told_by_the_clock_that_nobody_sets() -> None:
     """Ticks since boot: with wall-clock times, a step of five seconds hid running clusters."""
     boot, ticks = state_file.start_of(os.getpid()).split(":")

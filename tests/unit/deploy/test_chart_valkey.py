@@ -48,6 +48,7 @@ def _wait_for(url: str) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.acceptance(45, here="the chart's Valkey")
 def test_the_user_does_what_tandem_does_and_no_more(address: str) -> None:
     url = f"redis://tandem:{PASSWORD}@{address}:6379/0"
     assert check_redis(url)

@@ -70,6 +70,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
     "transport", ["mapped", *(pytest.param(each, marks=pytest.mark.slow) for each in ("process_group", "tcp"))]
 )
 @pytest.mark.slow
+@pytest.mark.acceptance(13, here="10 prompts", soak="2,000")
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
@@ -88,6 +89,7 @@ async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
 
 
 @pytest.mark.parametrize("points", [TO_BEGIN, TO_END])
+@pytest.mark.acceptance(16, here="about 12 points, 15 times", soak="600 times")
 async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothing(
     cluster: FakeCluster, soak: Soak, points: tuple[str, ...]
 ) -> None:
@@ -113,6 +115,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.slow
+@pytest.mark.acceptance(14, here="60 pieces", soak="1,000 (tcp: 300)")
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 60) if transport == "mapped" else soak(300, 2)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
@@ -155,6 +158,7 @@ async def test_digests_that_follow_their_pieces_may_be_lost_late_or_wrong(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.slow
+@pytest.mark.acceptance(15, here="150", soak="1,000")
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
@@ -178,6 +182,7 @@ async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     await cluster.check_conservation()
 
 
+@pytest.mark.acceptance(20, here="300 handoffs of stand-ins", soak="2,000")
 async def test_a_storm_of_cancellations_leaks_nothing(cluster: FakeCluster, soak: Soak) -> None:
     count = soak(2000, 300)
     prefill, decode = await pair(cluster)
@@ -194,6 +199,7 @@ async def test_a_storm_of_cancellations_leaks_nothing(cluster: FakeCluster, soak
 
 
 @pytest.mark.slow
+@pytest.mark.acceptance(33, here="stand-ins, 3 s", soak="300 s")
 async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster, soak: Soak) -> None:
     load_s = soak(300, 3)
     options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 5.0}

@@ -241,6 +241,7 @@ class RawLink:
         os.close(self._pool_fd)
 
 
+@pytest.mark.acceptance(34, here="1,000 frames", soak="10,000")
 async def test_mutated_frames_on_a_link_change_nothing(
     make_worker: MakeWorker, soak: Soak, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,6 +326,7 @@ async def test_a_sender_that_owes_digests_is_dropped(make_worker: MakeWorker) ->
     link.close()
 
 
+@pytest.mark.acceptance(38, here="as stated")
 async def test_forged_and_replayed_tickets_are_refused_on_a_raw_link(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker)
     used = await assert_works(prefill, decode, seed=10)

@@ -78,6 +78,7 @@ async def start(cluster: FakeCluster, *names: str, **options: Any) -> list[FakeL
 
 @pytest.mark.parametrize("victim", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.acceptance(2, here="3 agents of stand-ins", soak="50")
 async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, soak: Soak, victim: str) -> None:
     members = await start(cluster, "prefill-0", "prefill-1", "decode-0")
     engine = [rank.fd for member in members for rank in member.worker.ranks]
@@ -100,6 +101,7 @@ async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, s
 
 
 @pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-0"])
+@pytest.mark.acceptance(4, here="3 restarts of stand-ins", soak="50")
 async def test_a_worker_that_dies_and_comes_back_disturbs_no_survivor(
     cluster: FakeCluster, soak: Soak, victim: str
 ) -> None:
@@ -164,6 +166,7 @@ async def test_nothing_of_an_old_epoch_is_accepted(make_worker: MakeWorker, soak
 
 @pytest.mark.parametrize(("victim", "transport"), STOPPED)
 @pytest.mark.slow
+@pytest.mark.acceptance(3, here="an agent, until it is noticed", soak="27 s longer")
 async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
     cluster: FakeCluster, soak: Soak, victim: str, transport: str
 ) -> None:

@@ -14,6 +14,7 @@ class TransferSide:
     oldest_protocol: int
 
 
+@pytest.mark.acceptance(28, here="today's code in the older version")
 def test_this_release_and_the_one_before_understand_each_other() -> None:
     ours = TransferSide(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION)
     before = TransferSide(PROTOCOL_VERSION - 1, max(1, OLDEST_PROTOCOL_VERSION - 1))

@@ -225,6 +225,7 @@ class TestRequestId:
         ({"logprobs": 2}, 0),  # most answers are much shorter than the context
     ],
 )
+@pytest.mark.acceptance(39, here="products of limits")
 async def test_the_logprobs_of_all_answers_together_are_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, more: dict[str, object], count: int
 ) -> None:

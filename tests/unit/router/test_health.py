@@ -117,6 +117,7 @@ def test_requests_of_one_that_is_stuck_for_good_leave_it_although_nobody_takes_t
 
 
 @pytest.mark.parametrize("frozen_s", [1.0, 30.0, 300.0])
+@pytest.mark.acceptance(3, here="virtual time")
 def test_after_a_freeze_a_worker_is_back_within_five_seconds(frozen_s: float) -> None:
     """A canary that waits in the frozen worker is answered when it goes on; others failed after five seconds."""
     board = board_of(2)

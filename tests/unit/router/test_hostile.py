@@ -126,6 +126,9 @@ def ms(times_s: list[float], percent: int) -> float:
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.acceptance(21, here="12 readers", soak="500")
+@pytest.mark.acceptance(22, here="200 connections", soak="1,000")
+@pytest.mark.acceptance(35, here="p99 only in the benchmark", soak="20,000 resets, 6 times")
 async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: Case) -> None:
     count = case.long if SOAK else case.short
     for worker in site.workers:

@@ -127,6 +127,7 @@ async def still_serves(cluster: Cluster) -> None:
     await cluster.settled()
 
 
+@pytest.mark.acceptance(39, here="each limit")
 async def test_malformed_requests_are_refused_fast(cluster: Cluster) -> None:
     await still_serves(cluster)
     for path, body, field in SMALL:
@@ -148,6 +149,7 @@ async def test_bodies_that_grow_in_the_parser_leave_no_memory_behind(cluster: Cl
 
 
 @pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.acceptance(19, here="as stated")
 async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Cluster, chunked: bool) -> None:
     process = psutil.Process()
     in_use = [process.memory_info().rss]

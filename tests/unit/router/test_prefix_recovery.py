@@ -121,6 +121,7 @@ async def test_entry_of_another_life_gives_nobody_credit(side: IndexReplica, han
     await side.sees({A2: 8})
 
 
+@pytest.mark.acceptance(45, here="as stated")
 async def test_forged_events_give_credit_only_until_the_worker_looks(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
@@ -240,6 +241,7 @@ async def test_users_with_nothing_but_the_documented_commands_are_enough(
     assert admin.keys() == []
 
 
+@pytest.mark.acceptance(9, here="the index: 1.5 s")
 async def test_redis_that_never_answers_costs_requests_nothing(side: IndexReplica, tmp_path: Path) -> None:
     connections: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_unix_server(lambda _, writer: connections.append(writer), tmp_path / "silent.sock")
@@ -257,6 +259,7 @@ async def test_redis_that_never_answers_costs_requests_nothing(side: IndexReplic
         connection.close()
 
 
+@pytest.mark.acceptance(8, here="one index")
 async def test_whole_index_is_back_soon_after_redis_lost_it(server: RedisServer, side: IndexReplica) -> None:
     workers = [WorkerKey(f"w{number}", 1) for number in range(12)]
     publishers = [

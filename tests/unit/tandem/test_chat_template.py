@@ -136,6 +136,7 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
         "{% for i in range(900) %}abcdef{% endfor %}",
     ],
 )
+@pytest.mark.acceptance(40, here="templates; up to 5 s")
 def test_a_template_cannot_take_more_than_its_limits(source: str) -> None:
     with pytest.raises((InputError, ConfigError)):
         render(source)

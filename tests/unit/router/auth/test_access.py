@@ -84,6 +84,7 @@ def test_unlisted_routes_and_methods_require_an_admin() -> None:
     assert {method.split("/")[1] for method in methods} == {"grpc.health.v1.Health"}
 
 
+@pytest.mark.acceptance(37, here="as stated")
 async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Cluster, keys: Keys) -> None:
     for method, path, access in requests():
         for headers in wrong_headers(keys):
@@ -134,6 +135,7 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize("more", ["", OVERRIDES], ids=["plain", "overridden"])
+@pytest.mark.acceptance(37, here="as stated")
 async def test_no_spelling_of_a_path_bypasses_authentication(cluster: Cluster, more: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x"})
     for trick in TRICKS:
