@@ -191,6 +191,28 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
         assert not controller.scaler.is_busy
 
 
+@pytest.mark.slow
+@pytest.mark.acceptance(31, here="six answers at a time")
+async def test_requests_that_outlast_a_drains_deadline_continue_on_other_workers(
+    controller: Controller, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await controller.scaler.scale("", 1, 2)
+    leaving = next(slot for slot in controller.workers.slots.values() if slot.role is Role.DECODE)
+    short = controller.spec.control.model_copy(update={"drain_timeout_s": 0.05})
+    monkeypatch.setattr(controller.scaler, "_control", short)
+    monkeypatch.setattr(controller.scaler, "_poll_s", 0.01)
+    before = retries(await metrics(controller))
+    async with load(controller, expected, clients=len(ASKS)):
+        await asyncio.sleep(0.5)
+        await controller.scaler.drain(leaving.worker_id, restart=False, move=False)
+    assert roles(controller) == (1, 1)
+    assert retries(await metrics(controller)) > before, "nothing remained on it"
+
+
+def retries(text: str) -> float:
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("tandem_retries_total{"))
+
+
 @pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
 @pytest.mark.slow
 async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
