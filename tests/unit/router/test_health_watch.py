@@ -147,6 +147,7 @@ class TestReadiness:
         await bare.list_workers(bare.decode)
         assert bare.decode.canaries == ["generate"]
 
+    @pytest.mark.acceptance(26, here="stand-ins, 0.8 s instead of 5")
     async def test_a_cluster_that_cannot_generate_is_not_ready_until_it_can(self, bare: Cluster) -> None:
         bare.decode.behaviour.fail_canaries = True
         await bare.controller.set_workers(bare.decode)
