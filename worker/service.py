@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 QUEUED_FRAMES = 4096  # per router; a router that leaves more unread is disconnected
 STATE_TIMEOUT_S = 2.0
+SESSIONS_END_S = 2.0
 HELLO_TIMEOUT_S = 10.0
 SERVICE = "tandem.v1.Worker"
 ALLOWED = {
@@ -70,6 +72,7 @@ class LeaderLink:
     ) -> None:
         self.channel = channel
         self.died = False
+        self._all_closed = asyncio.Event()
         self._is_leaving = False
         self._publisher = publisher
         self._on_info = on_info
@@ -88,6 +91,8 @@ class LeaderLink:
     def close_session(self, session: int) -> None:
         if self._sessions.pop(session, None) is not None:
             self.channel.send(SessionClosed(session))
+            if not self._sessions:
+                self._all_closed.set()
 
     async def query_state(self) -> bytes:
         query = next(self._query_ids)
@@ -116,13 +121,18 @@ class LeaderLink:
             case LeaderReady(info=info):
                 self._on_info(cluster_pb2.WorkerInfo.FromString(info))
 
-    def gone(self) -> None:
-        """Its connection ended: so do the sessions of routers."""
+    async def gone(self) -> None:
+        """Its connection ended. Returns when the routers' sessions have, which learn why."""
         self.died = not self._is_leaving
         log.warning("the leader %s: exiting", "died" if self.died else "is gone")
+        self._all_closed.clear()
         for queue in self._sessions.values():
             if not queue.full():
                 queue.put_nowait(None)
+        if self._sessions:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SESSIONS_END_S):
+                    await self._all_closed.wait()
 
     def _to_router(self, session: int, frame: bytes) -> None:
         queue = self._sessions.get(session)
@@ -246,7 +256,7 @@ async def serve(launch: WorkerLaunch) -> None:
     try:
         async for message in messages:
             leader.handle(message)
-        leader.gone()
+        await leader.gone()
     finally:
         for task in background:
             task.cancel()
