@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import psutil
 import pytest
 
+from cluster.cli.admin_client import Admin
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.e2e.conftest import Cluster, RayNodes, start_cluster
 from tests.e2e.test_faults import GREEDY, SEEDED, ask
 
@@ -95,18 +98,30 @@ async def test_a_drain_under_way_is_continued_and_a_changed_spec_remembered(
         body = {"model": "tiny", "max_tokens": 1900, "ignore_eos": True}
         bodies = [body | {"prompt": random_prompt(20, VOCAB, number)} for number in range(8)]
         answers = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in bodies]
-        await asyncio.sleep(0.5)
-        draining = await asyncio.to_thread(start, cluster, "drain", "decode-1", "--wait")
-        async with asyncio.timeout(30):
-            while "draining" not in {each["state"] for each in cluster.status()["workers"]}:
-                await asyncio.sleep(0.05)
-        await kill_the_controller(cluster)
-        assert await asyncio.to_thread(draining.wait, 30) != 0
+        await asyncio.sleep(0.3)
+        async with Admin(f"127.0.0.1:{cluster.admin_port}").channel() as channel:
+            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+            drain = cluster_pb2.DrainWorkerRequest(worker_id="decode-1", wait_for_ends=True)
+            draining = asyncio.create_task(_asked(stub, drain))
+            async with asyncio.timeout(30):
+                while "draining" not in await _states(stub):
+                    await asyncio.sleep(0.02)
+            await kill_the_controller(cluster)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await draining
         assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
         async with asyncio.timeout(60):
             while {each["id"] for each in cluster.status()["workers"]} != {"decode-0"}:
                 await asyncio.sleep(0.1)
     cluster.assert_conserved()
+
+
+async def _asked(stub: cluster_pb2_grpc.ClusterAsyncStub, drain: cluster_pb2.DrainWorkerRequest) -> None:
+    await stub.DrainWorker(drain)
+
+
+async def _states(stub: cluster_pb2_grpc.ClusterAsyncStub) -> set[str]:
+    return {each.state for each in (await stub.GetStatus(cluster_pb2.GetStatusRequest())).workers}
 
 
 async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(nodes: RayNodes, tmp_path: Path) -> None:
