@@ -460,8 +460,15 @@ class RayBackend:
         for name in others_of(self._cluster, kept):
             with contextlib.suppress(ValueError):  # gone meanwhile
                 ray.kill(ray.get_actor(name), no_restart=True)
+        deadline_s = time.monotonic() + LEASE_S
         while others_of(self._cluster, kept):  # else one that is ending would be found by its name
-            time.sleep(RETRY_S)
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"name: actors of an earlier cluster {self._cluster!r} do not end on this Ray cluster: end them, "
+                    "or choose another --name",
+                    field="name",
+                )
+            time.sleep(RETRY_S)  # in a thread
 
     async def release(self, group: str) -> None:
         if (reservation := self._reservations.pop(group, None)) is not None:

@@ -41,7 +41,14 @@ class ControllerLaunch(Frozen):
 
     @classmethod
     def of(
-        cls, cluster: ResolvedCluster, source: SpecSource, *, run_base: Path, log_dir: Path, ray_dir: Path
+        cls,
+        cluster: ResolvedCluster,
+        source: SpecSource,
+        *,
+        run_base: Path,
+        keeper_dir: Path,
+        log_dir: Path,
+        ray_dir: Path,
     ) -> ControllerLaunch:
         return cls(
             spec=cluster.spec,
@@ -52,7 +59,7 @@ class ControllerLaunch(Frozen):
             run_base=str(run_base),
             log_dir=str(log_dir),
             ray_dir=str(ray_dir),
-            keeper_socket=str(run_base / "keeper.sock"),
+            keeper_socket=str(keeper_dir / "keeper.sock"),
             holder=secrets.token_hex(8),
         )
 

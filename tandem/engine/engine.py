@@ -182,7 +182,7 @@ class Engine:
             plan = self._without(plan, failed)
 
     def _failed_by(self, error: Exception, plan: StepPlan, inputs: list[SequenceStep]) -> dict[str, TandemError]:
-        """The requests to end after a step failed. None: it is no fault of single requests."""
+        """The requests to end after a step failed; empty: it is no fault of single requests."""
         if is_out_of_memory(error):
             largest = max(plan.chunks, key=lambda chunk: (chunk.count, chunk.sequence.arrival))
             short = UnavailableError(

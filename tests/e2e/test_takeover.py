@@ -147,6 +147,7 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
         assert after["routers"] == before["routers"]
         with pytest.raises(RuntimeError, match="another `tandem up` runs a cluster named"):
             await asyncio.to_thread(start_cluster, _empty(tmp_path / "third"), spec=spec)
+        assert all(each["state"] == "ready" for each in second.status()["routers"]), "its folders were left alone"
         second.assert_conserved()
     finally:
         second.process.kill()

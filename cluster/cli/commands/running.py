@@ -75,7 +75,7 @@ class Controllers:
         self._progress = progress
         self._server = KeeperServer(self.keeper, self._reported)
         self._socket = Path(launch.keeper_socket)
-        run_dir = f"{launch.run_base}/{CONTROLLER}"
+        run_dir = str(self._socket.parent / CONTROLLER)
         process = ProcessSpec(
             name=CONTROLLER,
             argv=python("cluster.control", f"{run_dir}/{LAUNCH_FILE}"),
@@ -201,7 +201,7 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
         raise
     finally:
         await controllers.close()
-        shutil.rmtree(launch.run_base, ignore_errors=True)
+        shutil.rmtree(Path(launch.keeper_socket).parent, ignore_errors=True)  # not what may outlive this process
 
 
 def _launch(cluster: ResolvedCluster, source: SpecSource, log_dir: Path) -> ControllerLaunch:
@@ -210,5 +210,6 @@ def _launch(cluster: ResolvedCluster, source: SpecSource, log_dir: Path) -> Cont
     if on_local_ray:
         prepare_local_ray(spec.security.tls, spec.control.devices)
     outlives = spec.control.backend == "ray" and not on_local_ray
-    base = lasting_base(spec.name) if outlives else run_base(spec.name)
-    return ControllerLaunch.of(cluster, source, run_base=base, log_dir=log_dir, ray_dir=ray_base())
+    own = run_base(spec.name)
+    base = lasting_base(spec.name) if outlives else own
+    return ControllerLaunch.of(cluster, source, run_base=base, keeper_dir=own, log_dir=log_dir, ray_dir=ray_base())
