@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -223,6 +224,11 @@ class LocalRay:
         return MemberStart(run_dir=str(self.folder), files={}, processes=(head,))
 
 
+def keep_sigterm() -> None:
+    """Ray's core replaced the process's handler of SIGTERM with one that dies at once; Python still knows its own."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 def others_of(cluster: str, kept: Collection[str]) -> list[str]:
     """Names of a cluster's actors beside `kept` and those of placement groups."""
     names = [name for name in list_named_actors() if name.startswith(f"{cluster}/") and name.count("/") == 1]
@@ -271,6 +277,7 @@ class RayBackend:
             raise ConfigError(
                 f"control.ray_address: cannot join a Ray cluster at {address}: {reason}", field="control.ray_address"
             ) from error
+        keep_sigterm()
         await self._take_lease()
 
     async def _start_local(self, local: LocalRay) -> str:
