@@ -78,7 +78,9 @@ class ControllerProcess:
             log.exception("this controller ends by a bug")
             return code
         finally:
-            if code == 0 or (code != LOST_EXIT_CODE and controller.is_new and not self._has_served):
+            is_asked = code == 0
+            failed_to_start = code != LOST_EXIT_CODE and controller.is_new and not self._has_served
+            if controller.may_act and (is_asked or failed_to_start):
                 for task in (lost, serving):
                     task.cancel()
                 await asyncio.gather(lost, serving, return_exceptions=True)

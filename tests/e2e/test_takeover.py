@@ -147,6 +147,12 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
         assert after["routers"] == before["routers"]
         with pytest.raises(RuntimeError, match="another `tandem up` runs a cluster named"):
             await asyncio.to_thread(start_cluster, _empty(tmp_path / "third"), spec=spec)
+        elsewhere = second.env | {"XDG_STATE_HOME": str(tmp_path / "third" / "state")}
+        other = Cluster(process, elsewhere, second.http_port, second.grpc_port, second.admin_port, second.log)
+        impatient = await asyncio.to_thread(start, other, "up", "--config", str(tmp_path / "third" / "cluster.yaml"))
+        await asyncio.sleep(8.0)  # it waits for the lease
+        impatient.send_signal(signal.SIGINT)
+        await asyncio.to_thread(impatient.wait, 30)
         assert all(each["state"] == "ready" for each in second.status()["routers"]), "its folders were left alone"
         second.assert_conserved()
     finally:
