@@ -69,6 +69,7 @@ class Leader:
         self._peers = SetPeers(())
         self._steps = 0
         self._ticked_s = 0.0
+        engine.report_layers(self._report_computing)
 
     def run(self) -> str:
         """Runs until a Stop event. Returns its reason."""
@@ -92,6 +93,10 @@ class Leader:
         self._steps += 1
         report_step(result, self._requests, began_s, ended_s)
         self._roles.after_step(result.ended)
+
+    def _report_computing(self) -> None:
+        if self._requests.outbox.report_computing(self._requests.busy_sessions):
+            self._service.flush()
 
     def _tick(self) -> None:
         now_s = time.monotonic()

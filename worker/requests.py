@@ -47,6 +47,7 @@ class Outbox:
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._sent_load: EngineLoad | None = None
         self._load_sent_at_s = 0.0
+        self._flushed_at_s = 0.0
         self._sent_reach: frozenset[WorkerEpoch] = frozenset()
         self._frames_seen: Counter[int] = Counter()  # by session
 
@@ -62,6 +63,17 @@ class Outbox:
         self._frames_seen[session] += 1
         self.frame(session)
 
+    def report_computing(self, busy_sessions: Callable[[], Iterable[int]]) -> bool:
+        """Tells routers whose requests are here that a step is under way, if it has taken PROGRESS_REPORT_S since
+        they heard of this worker. Returns whether it did."""
+        now_s = self._clock.now_s()
+        if now_s - self._flushed_at_s < PROGRESS_REPORT_S:
+            return False
+        self._flushed_at_s = now_s
+        for session in busy_sessions():
+            self._send(session, worker_pb2.WorkerFrame(computing=True, sent_at_s=now_s).SerializeToString())
+        return True
+
     def flush(
         self,
         load: EngineLoad,
@@ -75,7 +87,7 @@ class Outbox:
         Sessions with requests here get the load every PROGRESS_REPORT_S even if unchanged: it shows that the step loop
         runs.
         """
-        now_s = self._clock.now_s()
+        now_s = self._flushed_at_s = self._clock.now_s()
         receivers: Iterable[int] = ()
         if load != self._sent_load:
             receivers = sessions

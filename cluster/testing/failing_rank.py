@@ -1,10 +1,12 @@
 """A rank that fails: its GPU, after a number of steps that a file `gpu-fails` in its run folder holds, or in the steps
-of requests whose prompts begin so that they kill it, make its model raise, or break the handling of their frames."""
+of requests whose prompts begin so that they kill it, make its model raise, break the handling of their frames, or take
+a second in each layer."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from itertools import count
 from pathlib import Path
 
@@ -19,12 +21,12 @@ from worker.rank import RoleParts, main
 from worker.roles import RoleSet
 
 FAULT_FILE = "gpu-fails"
-KILLS, RAISES, BREAKS = [7] * 5, [8] * 5, [9] * 5  # how such prompts begin
+KILLS, RAISES, BREAKS, CRAWLS = [7] * 5, [8] * 5, [9] * 5, [10] * 5  # how such prompts begin
 
 
 def make_failing_roles(parts: RoleParts) -> RoleSet:
     runner = parts.engine._runner
-    step, launch = parts.engine.step, runner.launch
+    step, launch, layer_done = parts.engine.step, runner.launch, runner._layer_done
     fault, steps = Path(parts.launch.run_dir) / FAULT_FILE, count()
 
     def failing_step() -> StepResult:
@@ -38,7 +40,12 @@ def make_failing_roles(parts: RoleParts) -> RoleSet:
             os.kill(os.getpid(), signal.SIGKILL)
         if RAISES in begins:
             raise IndexError("no row for this token")
+        runner._layer_done = slow_layer_done if CRAWLS in begins else layer_done  # type: ignore[method-assign]
         return launch(given)
+
+    def slow_layer_done(reported: frozenset[int], layer: int) -> None:
+        time.sleep(1.0)
+        layer_done(reported, layer)
 
     parts.engine.step = failing_step  # type: ignore[method-assign]
     runner.launch = failing_launch  # type: ignore[assignment, method-assign]

@@ -266,6 +266,8 @@ class WorkerLink:
             self._listener.load_changed(self)
         if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
             self.progress.request_event(now_s)
+        if frame.computing:
+            self.progress.computing(now_s)
         if frame.HasField("meters"):
             self.meters.take(frame.meters, now_s)
         if frame.HasField("load"):

@@ -16,6 +16,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._at_s = 0.0
+        self._computing_at_s = 0.0
         self._steps: int | None = None
         self._waiting_tokens = 0
         self._s_per_token = FIRST_GUESS_S_PER_TOKEN
@@ -27,6 +28,10 @@ class Progress:
     def request_event(self, now_s: float) -> None:
         """A frame about a request came: a token, a ticket, a handoff or an end."""
         self._at_s = now_s
+
+    def computing(self, now_s: float) -> None:
+        """The worker computes a long step. Its time per token is known only at the step's end."""
+        self._computing_at_s = now_s
 
     def load_reported(self, now_s: float, *, steps: int | None, has_work: bool, waiting_tokens: int) -> None:
         """A load report came. It shows progress if the step count changed or the engine has no work."""
@@ -41,10 +46,11 @@ class Progress:
     def excuse(self, pause_s: float) -> None:
         """Excludes a pause of the router itself from the silence."""
         self._at_s += pause_s
+        self._computing_at_s += pause_s
 
     def silent_s(self, now_s: float) -> float | None:
         """Time without progress; None if the worker does not report its steps."""
-        return None if self._steps is None else max(0.0, now_s - self._at_s)
+        return None if self._steps is None else max(0.0, now_s - max(self._at_s, self._computing_at_s))
 
     def limit_s(self, stall_s: float, prefill_tokens: int) -> float:
         """The longest allowed silence with `prefill_tokens` to compute, at the measured time per token."""

@@ -349,6 +349,10 @@ class Engine:
             except WorkerLost:
                 pass  # they have stopped already
 
+    def report_layers(self, after_layer: Callable[[], None]) -> None:
+        """Calls `after_layer` during each step, so that a long one shows that it computes."""
+        self._runner.after_layer = after_layer
+
     # --- state ------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:

@@ -58,6 +58,7 @@ class ModelRunner:
         on_gpu = device.type == "cuda"
         self._reports = LayerReports(exporter, partial(record_event, device, blocking=True) if on_gpu else None)
         self._device = device
+        self.after_layer: Callable[[], None] | None = None  # called on this thread; not by graphs, which are quick
 
     def can_be_ahead_of(self, step: StepInput) -> bool:
         """Whether `launch` may run the step after `step`, with the same sequences, before `step` has ended."""
@@ -99,7 +100,7 @@ class ModelRunner:
             inputs,
             to_device(np.array(positions, dtype=np.int64), self._device),
             self._attention(step.sequences),
-            partial(self._layer_done, reported) if reported else None,
+            partial(self._layer_done, reported),
         )
         sampled = to_device(np.array(rows, dtype=np.int64), self._device)
         logits = self._model.logits(hidden[sampled])
@@ -122,6 +123,8 @@ class ModelRunner:
     def _layer_done(self, reported: frozenset[int], layer: int) -> None:
         if layer in reported:
             self._reports.layer_done(layer)
+        if self.after_layer is not None:
+            self.after_layer()
 
 
 def layers_to_report(exports: Sequence[ExportRange], layout: KvPoolLayout) -> frozenset[int]:

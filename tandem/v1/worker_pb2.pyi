@@ -98,10 +98,15 @@ class WorkerFrame(_message.Message):
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     FRAMES_SEEN_FIELD_NUMBER: _builtins.int
     METERS_FIELD_NUMBER: _builtins.int
+    COMPUTING_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """Number of frames of this session, without the hello, that the worker had processed. Its last load does not include
     later frames. 0: unknown.
+    """
+    computing: _builtins.bool
+    """A step takes long, and another of its layers was computed. Sent each second of such a step to every router that has
+    a request here.
     """
     sent_at_s: _builtins.float
     """the worker's monotonic clock when it sent this frame; only differences are meaningful"""
@@ -147,11 +152,12 @@ class WorkerFrame(_message.Message):
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
         frames_seen: _builtins.int = ...,
         meters: Global___WorkerMeters | None = ...,
+        computing: _builtins.bool = ...,
         sent_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

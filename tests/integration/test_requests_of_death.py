@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.testing.failing_rank import BREAKS, KILLS, RAISES
+from cluster.testing.failing_rank import BREAKS, CRAWLS, KILLS, RAISES
 from cluster.testing.failing_rank import __name__ as FAILING_RANK
 from router.testing.stub_worker import until
-from tandem.config.spec import Role
+from tandem.config.spec import Role, RouterSpec
 from tandem.errors import InternalError, RequestQuarantined
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -55,3 +55,13 @@ async def test_they_end_with_errors_of_their_own_and_the_others_are_answered(
         again = [Asked(service, prompt, GREEDY) for prompt in prompts]
         await asyncio.gather(*(each.task for each in again))
         assert [each.tokens for each in again] == expected
+
+
+async def test_a_step_that_takes_long_is_no_stall(routed: StartRouted, tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, layers=6)
+    router = RouterSpec(worker_stall_s=2.0)
+    async with routed(model_dir, prefill=0, decode=2, engine=ENGINE, router=router, rank_module=FAILING_RANK) as live:
+        asked = Asked(live.app.service, CRAWLS + random_prompt(8, VOCAB, 1), GREEDY | {"max_tokens": 4})
+        await asked.task
+        assert len(asked.tokens) == 4
+        assert not live.app.dispatcher.fleet.health.ejected

@@ -386,6 +386,17 @@ class TestProgress:
         progress.request_event(14.0)
         assert progress.silent_s(15.5) == 1.5
 
+    def test_a_long_step_that_computes_is_progress_and_measured_whole(self) -> None:
+        progress = Progress()
+        self.report(progress, 0.0, 5, tokens=1000)
+        for second in range(1, 30):
+            progress.computing(float(second))
+            assert progress.silent_s(second + 0.5) == 0.5
+        self.report(progress, 30.0, 6, tokens=0)
+        assert progress.limit_s(5.0, 1000) > 30.0
+        progress.excuse(7.0)
+        assert progress.silent_s(38.0) == 1.0
+
     def test_a_report_without_work_for_the_engine_is_progress(self) -> None:
         """A decode worker that holds blocks for a prompt on its way makes no steps."""
         progress = Progress()

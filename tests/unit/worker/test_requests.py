@@ -106,6 +106,21 @@ def test_every_frame_tells_when_it_left(sent: Sent) -> None:
     assert [frame.sent_at_s for _, frame in sent.frames] == [42.0]
 
 
+def test_a_long_step_is_told_each_second_to_routers_with_requests(sent: Sent) -> None:
+    clock = FakeClock(41.0)
+    book = RequestBook(Outbox(sent, clock))
+    book.sessions = {1: "router-a", 2: "router-b"}
+    book.open(2, "x")
+    flush(book)
+    sent.frames.clear()
+    told = []
+    for _ in range(10):
+        clock.advance(0.4)
+        told.append(book.outbox.report_computing(book.busy_sessions))
+    assert told == [False, False, True] * 3 + [False]
+    assert [(session, frame.computing) for session, frame in sent.frames] == 3 * [(2, True)]
+
+
 def test_a_router_is_told_which_of_its_frames_the_report_knows_of(book: RequestBook, sent: Sent) -> None:
     flush(book)
     assert {frame.frames_seen for _, frame in sent.frames} == {0}
