@@ -1,0 +1,203 @@
+"""Random faults in a running cluster under load, and the history of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import openai
+import psutil
+
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.status import fetch
+from tandem.errors import TandemError
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+RETRIES = 2  # by the client, as OpenAI's does by default
+RETRY_S = 1.0
+FROZEN_S = 8.0
+ANSWER_S = 120.0
+SETTLED_S = 120.0
+TOKENS = 48
+
+Fault = Callable[[], Awaitable[str]]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request: what a right answer is, and each end that its client saw."""
+
+    expected: str
+    ends: list[str] = field(default_factory=list)  # "right", "wrong" or the error
+    tries: int = 0
+
+
+@dataclass(slots=True)
+class History:
+    entries: list[Entry] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def success(self) -> float:
+        return sum(entry.ends == ["right"] for entry in self.entries) / len(self.entries)
+
+    @property
+    def wrong(self) -> int:
+        return sum("wrong" in entry.ends for entry in self.entries)
+
+    @property
+    def retried(self) -> int:
+        return sum(entry.tries > 1 for entry in self.entries)
+
+    def failures(self) -> list[str]:
+        return [str(entry.ends) for entry in self.entries if entry.ends != ["right"]]
+
+
+class Chaos:
+    """Asks for the answers to `prompts` from every router of a cluster, and injures it meanwhile.
+
+    Args:
+        keeper: the process id of `tandem up`, whose descendants are killed.
+        prompts: token ids. Their answers are taken from the cluster before the first fault.
+    """
+
+    def __init__(
+        self, admin: Admin, routers: Sequence[str], keeper: int, model: str, prompts: Sequence[list[int]], seed: int
+    ) -> None:
+        self.history = History()
+        self._admin = admin
+        self._clients = [
+            openai.AsyncOpenAI(base_url=f"http://{each}/v1", api_key="none", max_retries=0, timeout=ANSWER_S)
+            for each in routers
+        ]
+        self._keeper = keeper
+        self._model = model
+        self._prompts = prompts
+        self._random = random.Random(seed)
+        self._expected: list[str] = []
+        self._stopped = False
+        self._faults: dict[str, Fault] = {
+            "kill a rank": lambda: self._signal_worker("rank-", signal.SIGKILL),
+            "kill a service": lambda: self._signal_worker("service", signal.SIGKILL),
+            "kill an agent": lambda: self._signal_worker("agent-", signal.SIGKILL),
+            "freeze a rank": lambda: self._signal_worker("rank-", signal.SIGSTOP),
+            "freeze an agent": lambda: self._signal_worker("agent-", signal.SIGSTOP),
+            "kill a router": lambda: self._kill("-m router"),
+            "kill the controller": lambda: self._kill("cluster.control"),
+            "kill Redis": lambda: self._kill("valkey-server"),
+            "scale": self._scale,
+        }
+
+    async def run(self, for_s: float, every_s: float, streams: int) -> History:
+        """Faults of every kind in turn, in random order, while `streams` clients ask one request after another.
+
+        Returns when every request has ended and the cluster has settled. Raises TimeoutError if it does not.
+        """
+        self._expected = [await self._ask(self._clients[0], number) for number in range(len(self._prompts))]
+        clients = [asyncio.create_task(self._traffic(number)) for number in range(streams)]
+        until_s, kinds = time.monotonic() + for_s, list[str]()
+        while time.monotonic() < until_s:
+            kinds = kinds or self._random.sample(list(self._faults), len(self._faults))
+            try:
+                self.history.faults[f"{kinds[-1]}: {await self._faults[kinds[-1]]()}"] += 1
+                kinds.pop()
+            except (TandemError, grpc.aio.AioRpcError, psutil.Error, LookupError):
+                pass  # nothing to injure at this moment: the last fault is not healed
+            await asyncio.sleep(every_s)
+        self._stopped = True
+        await asyncio.gather(*clients)
+        await self._settled()
+        for client in self._clients:
+            await client.close()
+        return self.history
+
+    # ---- the clients
+
+    async def _traffic(self, stream: int) -> None:
+        turn = stream
+        while not self._stopped:
+            turn += 1
+            number = self._random.randrange(len(self._prompts))
+            entry = Entry(self._expected[number])
+            self.history.entries.append(entry)
+            entry.ends.append(await self._end_of(entry, number, turn))
+
+    async def _end_of(self, entry: Entry, number: int, turn: int) -> str:
+        while True:
+            entry.tries += 1
+            client = self._clients[(turn + entry.tries) % len(self._clients)]
+            try:
+                return "right" if await self._ask(client, number) == entry.expected else "wrong"
+            except openai.APIError as error:  # refused, cut, or ended with an error event
+                if entry.tries > RETRIES:
+                    return repr(error)
+            await asyncio.sleep(RETRY_S * 2 ** (entry.tries - 1))
+
+    async def _ask(self, client: openai.AsyncOpenAI, number: int) -> str:
+        body: dict[str, Any] = {"prompt": self._prompts[number], "max_tokens": TOKENS, "temperature": number % 2}
+        stream = await client.completions.create(
+            model=self._model, stream=True, seed=7, extra_body={"ignore_eos": True}, **body
+        )
+        text, finished = "", False
+        async for chunk in stream:
+            if finished and chunk.choices:
+                return "more after the end"
+            for choice in chunk.choices:
+                text += choice.text
+                finished = choice.finish_reason is not None
+        if not finished:
+            raise openai.APIConnectionError(request=stream.response.request)
+        return text
+
+    # ---- the faults
+
+    async def _signal_worker(self, process: str, signum: signal.Signals) -> str:
+        workers = [each.info for each in (await fetch(self._admin)).workers if each.state == "ready"]
+        worker = self._random.choice(workers)
+        pid = next(each.pid for each in worker.processes if each.name.startswith(process))
+        os.kill(pid, signum)
+        if signum == signal.SIGSTOP:
+            await asyncio.sleep(FROZEN_S)
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+        return cluster_pb2.Role.Name(worker.role)
+
+    async def _kill(self, words: str) -> str:
+        children = psutil.Process(self._keeper).children(recursive=True)
+        found = [each for each in children if words in " ".join(each.cmdline())]
+        self._random.choice(found).kill()
+        return f"one of {len(found)}"
+
+    async def _scale(self) -> str:
+        """Another decode worker, and back."""
+        workers = (await fetch(self._admin)).workers
+        size = sum(each.info.role == cluster_pb2.ROLE_DECODE for each in workers)
+        async with self._admin.channel() as channel:
+            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+            for target in (size + 1, size):
+                await stub.Scale(cluster_pb2.ScaleRequest(model=self._model, decode=target))
+        return f"decode {size} to {size + 1} and back"
+
+    async def _settled(self) -> None:
+        """Every worker is ready and at rest, with every block accounted for."""
+        async with asyncio.timeout(SETTLED_S):
+            while not await self._at_rest():
+                await asyncio.sleep(0.5)
+
+    async def _at_rest(self) -> bool:
+        try:
+            workers = (await fetch(self._admin)).workers
+        except TandemError:
+            return False
+        blocks = [each.live.load.blocks for each in workers]
+        return all(each.state == "ready" for each in workers) and all(
+            not each.leased and not each.in_use and each.free + each.cached == each.total for each in blocks
+        )
