@@ -189,7 +189,9 @@ class Chaos:
     async def _settled(self) -> None:
         """Every worker is ready and at rest, with every block accounted for."""
         async with asyncio.timeout(SETTLED_S):
-            while not await self._at_rest():
+            while True:
+                if await self._at_rest():
+                    return
                 await asyncio.sleep(0.5)
 
     async def _at_rest(self) -> bool:

@@ -35,6 +35,7 @@ from tandem.config.spec import (
     WireDtype,
 )
 from tandem.rpc.grpc_options import SERVER_OPTIONS
+from tandem.testing.machines import HOME, Machines
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing.fork import ForkServer, Process
 from worker.testing.session import WorkerSession, assert_conserved, open_session
@@ -124,11 +125,20 @@ class LiveWorker:
     Args:
         rank_module: the program of a rank, with `--launch` and `--rank`.
         forks: forks the ranks; None starts each as a process of its own.
+        machines: starts it on the machine that has its name.
     """
 
-    def __init__(self, launch: WorkerLaunch, log: Path, rank_module: str, forks: ForkServer | None = None) -> None:
+    def __init__(
+        self,
+        launch: WorkerLaunch,
+        log: Path,
+        rank_module: str,
+        forks: ForkServer | None = None,
+        machines: Machines | None = None,
+    ) -> None:
         self.launch = launch
         self.log = log
+        self._machines = machines
         self._rank_module = rank_module
         run_dir = Path(launch.run_dir)
         run_dir.mkdir(mode=0o700)
@@ -147,13 +157,14 @@ class LiveWorker:
         return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
 
     def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments)],
-                stdout=log,
-                stderr=log,
-                env=os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"}),
-            )
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        env = os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"})
+
+        def start() -> subprocess.Popen[bytes]:
+            with self.log.open("ab") as log:
+                return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+        return start() if self._machines is None else self._machines.run_on(self.launch.worker_id, start)
 
     def restart_agent(self, rank: int) -> None:
         self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
@@ -194,6 +205,7 @@ class LiveWorkers:
     live: dict[str, LiveWorker]
     redis_url: str | None = None
     forks: ForkServer | None = None
+    machines: Machines | None = None
 
     async def start(
         self,
@@ -216,7 +228,7 @@ class LiveWorkers:
             redis_url=self.redis_url,
             run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
         )
-        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.rank_module, self.forks)
+        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.rank_module, self.forks, self.machines)
         self.live[worker_id] = worker
         waiting = asyncio.create_task(self.directory.wait_for(worker_id, epoch))
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
@@ -241,14 +253,19 @@ class LiveWorkers:
 
 @asynccontextmanager
 async def workers(
-    folder: Path, rank_module: str, redis_url: str | None = None, forks: ForkServer | None = None
+    folder: Path,
+    rank_module: str,
+    redis_url: str | None = None,
+    forks: ForkServer | None = None,
+    machines: Machines | None = None,
 ) -> AsyncIterator[LiveWorkers]:
     directory = FakeController()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    host = "127.0.0.1" if machines is None else machines.addresses[HOME]
+    port = server.add_insecure_port(f"{host}:0")
     await server.start()
-    running = LiveWorkers(directory, f"127.0.0.1:{port}", folder, rank_module, {}, redis_url, forks)
+    running = LiveWorkers(directory, f"{host}:{port}", folder, rank_module, {}, redis_url, forks, machines)
     try:
         yield running
     finally:
