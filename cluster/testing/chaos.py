@@ -19,7 +19,7 @@ import psutil
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch
 from tandem.errors import TandemError
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 RETRIES = 2  # by the client, as OpenAI's does by default
 RETRY_S = 1.0
@@ -38,6 +38,12 @@ class Entry:
     expected: str
     ends: list[str] = field(default_factory=list)  # "right", "wrong" or the error
     tries: int = 0
+    pause_s: float = 0.0  # the longest without a token, from the first try to the end
+    heard_s: float = field(default_factory=time.monotonic)
+
+    def hear(self) -> None:
+        now_s = time.monotonic()
+        self.pause_s, self.heard_s = max(self.pause_s, now_s - self.heard_s), now_s
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._expected: list[str] = []
         self._stopped = False
+        self._traffic: list[asyncio.Task[None]] = []
         self._faults: dict[str, Fault] = {
             "kill a rank": lambda: self._signal_worker("rank-", signal.SIGKILL),
             "kill a service": lambda: self._signal_worker("service", signal.SIGKILL),
@@ -95,59 +102,77 @@ class Chaos:
             "kill Redis": lambda: self._kill("valkey-server"),
             "scale": self._scale,
         }
+        self._ray_faults: dict[str, Fault] = {
+            "kill the raylet": lambda: self._kill("raylet/raylet"),
+            "kill the GCS": lambda: self._kill("gcs_server"),
+        }
 
     async def run(self, for_s: float, every_s: float, streams: int) -> History:
         """Faults of every kind in turn, in random order, while `streams` clients ask one request after another.
 
         Returns when every request has ended and the cluster has settled. Raises TimeoutError if it does not.
         """
-        self._expected = [await self._ask(self._clients[0], number) for number in range(len(self._prompts))]
-        clients = [asyncio.create_task(self._traffic(number)) for number in range(streams)]
+        await self.begin(streams)
         until_s, kinds = time.monotonic() + for_s, list[str]()
         while time.monotonic() < until_s:
             kinds = kinds or self._random.sample(list(self._faults), len(self._faults))
-            try:
-                self.history.faults[f"{kinds[-1]}: {await self._faults[kinds[-1]]()}"] += 1
+            if await self.injure(kinds[-1]):
                 kinds.pop()
-            except (TandemError, grpc.aio.AioRpcError, psutil.Error, LookupError):
-                pass  # nothing to injure at this moment: the last fault is not healed
             await asyncio.sleep(every_s)
+        await self.end()
+        return self.history
+
+    async def begin(self, streams: int) -> None:
+        self._expected = [await self._ask(self._clients[0], each, Entry("")) for each in range(len(self._prompts))]
+        self._traffic = [asyncio.create_task(self._ask_on(number)) for number in range(streams)]
+
+    async def injure(self, kind: str) -> bool:
+        """False: there is nothing to injure at this moment, because the last fault is not healed."""
+        try:
+            self.history.faults[f"{kind}: {await (self._faults | self._ray_faults)[kind]()}"] += 1
+        except (TandemError, grpc.aio.AioRpcError, psutil.Error, LookupError):
+            return False
+        return True
+
+    async def end(self) -> None:
         self._stopped = True
-        await asyncio.gather(*clients)
-        await self._settled()
+        await asyncio.gather(*self._traffic)
+        await self.healed(at_rest=True)
         for client in self._clients:
             await client.close()
-        return self.history
 
     # ---- the clients
 
-    async def _traffic(self, stream: int) -> None:
+    async def _ask_on(self, stream: int) -> None:
         turn = stream
         while not self._stopped:
             turn += 1
             number = self._random.randrange(len(self._prompts))
             entry = Entry(self._expected[number])
             self.history.entries.append(entry)
-            entry.ends.append(await self._end_of(entry, number, turn))
+            end = await self._end_of(entry, number, turn)
+            entry.hear()
+            entry.ends.append(end)
 
     async def _end_of(self, entry: Entry, number: int, turn: int) -> str:
         while True:
             entry.tries += 1
             client = self._clients[(turn + entry.tries) % len(self._clients)]
             try:
-                return "right" if await self._ask(client, number) == entry.expected else "wrong"
+                return "right" if await self._ask(client, number, entry) == entry.expected else "wrong"
             except openai.APIError as error:  # refused, cut, or ended with an error event
                 if entry.tries > RETRIES:
                     return repr(error)
             await asyncio.sleep(RETRY_S * 2 ** (entry.tries - 1))
 
-    async def _ask(self, client: openai.AsyncOpenAI, number: int) -> str:
+    async def _ask(self, client: openai.AsyncOpenAI, number: int, entry: Entry) -> str:
         body: dict[str, Any] = {"prompt": self._prompts[number], "max_tokens": TOKENS, "temperature": number % 2}
         stream = await client.completions.create(
             model=self._model, stream=True, seed=7, extra_body={"ignore_eos": True}, **body
         )
         text, finished = "", False
         async for chunk in stream:
+            entry.hear()
             if finished and chunk.choices:
                 return "more after the end"
             for choice in chunk.choices:
@@ -186,20 +211,21 @@ class Chaos:
                 await stub.Scale(cluster_pb2.ScaleRequest(model=self._model, decode=target))
         return f"decode {size} to {size + 1} and back"
 
-    async def _settled(self) -> None:
-        """Every worker is ready and at rest, with every block accounted for."""
+    async def healed(self, *, at_rest: bool) -> None:
+        """Returns when every worker and router is ready. `at_rest`: and has no requests, with every block accounted
+        for."""
         async with asyncio.timeout(SETTLED_S):
             while True:
-                if await self._at_rest():
+                try:
+                    status = await fetch(self._admin)
+                except TandemError:
+                    status = cluster_pb2.ClusterStatus()
+                states = [each.state for each in status.workers] + [each.state for each in status.routers]
+                rests = not at_rest or all(_rests(each.live.load.blocks) for each in status.workers)
+                if set(states) == {"ready"} and rests:
                     return
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.2)
 
-    async def _at_rest(self) -> bool:
-        try:
-            workers = (await fetch(self._admin)).workers
-        except TandemError:
-            return False
-        blocks = [each.live.load.blocks for each in workers]
-        return all(each.state == "ready" for each in workers) and all(
-            not each.leased and not each.in_use and each.free + each.cached == each.total for each in blocks
-        )
+
+def _rests(blocks: worker_pb2.BlockCounts) -> bool:
+    return not blocks.leased and not blocks.in_use and blocks.free + blocks.cached == blocks.total
