@@ -136,7 +136,7 @@ async def test_a_process_need_not_be_a_child_and_its_end_is_seen(stopping: Agent
 def test_a_worker_with_an_agent_that_does_not_end_ends_itself() -> None:
     inbox = Inbox()
     inbox.put(AgentStuck(1, 4711))
-    parts = [SimpleNamespace(has_work=False)] * 9
+    parts = [SimpleNamespace(has_work=False, report_layers=lambda report: None)] * 9
     parts[6] = inbox  # type: ignore[call-overload]
     with pytest.raises(WorkerLost, match=r"agent of rank 1 \(pid 4711\) was killed and does not end"):
         Leader(*parts).run()  # type: ignore[arg-type]
