@@ -16,13 +16,13 @@ from router.dashboard.edge import DashboardEdge
 from router.dashboard.feed import Feed
 from router.dashboard.source import SnapshotSource
 from router.dashboard.view import RouterView
+from router.edge.controller_traces import TracesEdge
 from router.edge.grpc import GrpcServer
 from router.edge.http import HttpEdge
 from router.edge.http_server import HttpServer, bind
 from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
-from router.edge.traces import TracesEdge
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
@@ -35,12 +35,12 @@ from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.probes.health_watch import HealthWatch
 from router.probes.readiness import Readiness
+from router.request_terms import TermsParser
 from router.requests.dispatcher import Dispatcher
 from router.requests.facts import Facts
 from router.requests.recording_files import RecordingFiles
-from router.requests.request import ServingModel
+from router.requests.validation import ServingModel
 from router.service import RouterService
-from router.terms import TermsParser
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
 from tandem.clock import Clock, SystemClock

@@ -12,10 +12,10 @@ from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
+from router.request_terms import RequestTerms, TermsParser
 from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
-from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
-from router.terms import RequestTerms, TermsParser
+from router.requests.validation import Message, RawRequest, ServingModel, ValidRequest
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
 

@@ -17,13 +17,13 @@ from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
 from router.observe.paces import Paces
 from router.policies.placement import named_policy
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import TextPiece
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.state_machine import RequestRun
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, TandemError, WorkerLost
 from tandem.scheduler.plan import ExportRange

@@ -21,7 +21,7 @@ from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.pace import Pace
 from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
-from router.workers.account import Charge
+from router.workers.load_account import Charge
 from tandem.config.spec import Role
 
 WHOLE_POOL = 24  # in pools up to this size, every worker is a candidate

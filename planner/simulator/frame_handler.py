@@ -15,7 +15,7 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimTicket, SimWorker
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.layout import blocks_for

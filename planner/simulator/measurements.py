@@ -12,7 +12,7 @@ from planner.simulator.requests import SimRequest
 from planner.simulator.setup import Slo
 from router.requests import actions as act
 from router.requests.facts import Facts, Placed, Requeued
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.request import RequestState
 
 STATES = tuple(RequestState)

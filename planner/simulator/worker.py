@@ -21,8 +21,8 @@ from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
 from planner.simulator.sequence import SimSequence
 from planner.simulator.setup import PoolSetup, Setup
 from router.prefix_index.mirror import WorkerKey
-from router.requests.run import RequestRun
-from router.workers.account import Account
+from router.requests.state_machine import RequestRun
+from router.workers.load_account import Account
 from tandem.config.spec import Role
 from tandem.errors import TandemError
 from tandem.scheduler.plan import ExportRange, StepPlan

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from router.admission.fair_queue import WeightedFairQueue
-from router.terms import RequestTerms
+from router.request_terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import TandemError
 

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from router.admission.fair_queue import WeightedFairQueue
 from router.admission.model_line import ModelLine, WaitingRequest
-from router.terms import RequestTerms
+from router.request_terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
 

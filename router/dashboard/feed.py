@@ -14,7 +14,7 @@ from router.dashboard.slices import Count, Latency, Slices, bucket_of
 from router.policies.types import PlacementReason
 from router.requests import actions as act
 from router.requests.facts import Facts, Placed, Requeued
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.clock import Clock
 from tandem.v1 import worker_pb2
 

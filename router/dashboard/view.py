@@ -14,7 +14,7 @@ from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.requests.dispatcher import Dispatcher
 from router.requests.output import Usage
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from router.service import RouterService
 from router.workers.fleet import Worker
 from tandem.clock import Clock

@@ -13,15 +13,15 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from router.auth.call import Call
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
+from router.edge.controller_traces import TracesEdge
 from router.edge.limits.grpc import CallLimit, GuardedServer
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
-from router.edge.openai.schema import MAX_MESSAGES
+from router.edge.openai.request_schema import MAX_MESSAGES
 from router.edge.tls import EdgeTls
-from router.edge.traces import TracesEdge
 from router.requests.answers import SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
-from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from router.auth.http_gate import HttpGate, call_of, note_error
 from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
+from router.edge.openai.answer_format import AnswerFormat, ChatFormat, CompletionFormat, error_body
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     DetokenizeAnswer,
@@ -32,16 +33,15 @@ from router.edge.openai.answer_schema import (
     TokenizeAnswer,
     TokenizerInfo,
 )
-from router.edge.openai.format import AnswerFormat, ChatFormat, CompletionFormat, error_body
 from router.edge.openai.openapi import openapi_document
+from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
-from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.request_ids import RequestIds
 from router.requests.answers import Answers
-from router.requests.request import RawRequest
+from router.requests.validation import RawRequest
 from router.service import RouterService
 from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s

@@ -9,11 +9,11 @@ from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.limits.grpc import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
-from router.edge.openai.format import text_of, tokens_of
+from router.edge.openai.answer_format import text_of, tokens_of
 from router.request_ids import new_request_id
+from router.request_terms import RequestTerms
 from router.requests.output import TextPiece
 from router.service import RouterService
-from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceServicer

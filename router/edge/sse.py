@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.edge.limits.http import SCOPE_KEY
-from router.edge.openai.format import AnswerFormat
+from router.edge.openai.answer_format import AnswerFormat
 from router.requests.answers import Answers, Arrival
 from tandem.errors import ErrorCode, TandemError
 

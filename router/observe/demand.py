@@ -10,7 +10,7 @@ from router.observe.slo import SloOutcome, slo_outcome
 from router.policies.pace import Pace
 from router.requests import actions as act
 from router.requests.facts import Arrived, Facts
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from router.workers.fleet import Fleet
 from tandem.config.spec import ClassSpec, Role
 from tandem.request import RequestState

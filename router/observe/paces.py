@@ -8,7 +8,7 @@ from router.policies.estimates import Estimates, WorkerEstimates
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests.facts import Facts
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 
 LEAST_GAPS = 8  # fewer say little about a pace
 

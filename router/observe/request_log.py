@@ -8,7 +8,7 @@ from dataclasses import asdict
 from router.observe.trace import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts, Requeued
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.errors import ErrorCode
 from tandem.request import SamplingParams
 

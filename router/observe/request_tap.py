@@ -15,7 +15,7 @@ from hashlib import blake2b
 from router.observe.trace import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.errors import InputError, OverloadedError
 from tandem.v1 import trace_pb2
 

@@ -17,12 +17,12 @@ from itertools import islice
 import msgspec
 
 from kvtransfer.causes import HandoffFault
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests.facts import Arrived, Facts
 from router.requests.output import Usage
-from router.requests.ports import Request
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.protocols import Request
+from router.requests.state_machine import RequestRun
 from router.workers.fleet import Fleet
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState

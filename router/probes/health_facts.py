@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.requests import actions as act
 from router.requests.facts import Facts
 from router.requests.placer import Placer
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from router.workers.fleet import Fleet
 
 LATENCY_TOKENS = 64  # prefill latency is scaled to 64 tokens; a shorter prompt's is taken whole

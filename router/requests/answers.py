@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.requests.output import Final, ResponseStream, TextPiece, Usage
-from router.requests.request import ServingModel, ValidRequest
+from router.requests.validation import ServingModel, ValidRequest
 from tandem.errors import TandemError
 
 

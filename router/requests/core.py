@@ -21,7 +21,7 @@ from router.requests.facts import Arrived, Facts, Placed, Requeued, Waited
 from router.requests.output import TextPiece
 from router.requests.placer import FleetView, Placer, PrefixIndex
 from router.requests.recording import Recorder
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.clock import Clock
 from tandem.config.spec import RouterSpec
 from tandem.errors import TandemError, UnavailableError, WorkerLost

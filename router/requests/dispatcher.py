@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from router.admission.request_queue import RequestQueue
 from router.policies.placement import PlacementPolicy
 from router.prefix_index.mirror import PrefixMirror
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import OutputAssembler, ResponseStream, TextPiece
 from router.requests.recording import Recorder
-from router.requests.request import ServingModel, ValidRequest
-from router.requests.run import RequestRun
 from router.requests.run_on_links import RunOnLinks
-from router.terms import RequestTerms
+from router.requests.state_machine import RequestRun
+from router.requests.validation import ServingModel, ValidRequest
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.spec import RouterSpec

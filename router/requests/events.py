@@ -1,4 +1,4 @@
-"""What happens to a request on its way: the only input of `router.requests.run.RequestRun`.
+"""What happens to a request on its way: the only input of `router.requests.state_machine.RequestRun`.
 
 `worker` is the worker that an event comes from. Tickets, reports and tokens pass through the core unread: production
 gives it the Worker protocol's messages, the simulator its own objects.

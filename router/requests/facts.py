@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from router.policies.types import Placement, WaitReason
 from router.requests import actions as act
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.errors import TandemError
 
 log = logging.getLogger(__name__)

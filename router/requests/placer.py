@@ -14,8 +14,8 @@ from router.policies.placement import PlacementPolicy
 from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.prefix_index.mirror import WorkerKey
-from router.requests.run import RequestRun
-from router.workers.account import Charge
+from router.requests.state_machine import RequestRun
+from router.workers.load_account import Charge
 from tandem.clock import Clock
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, KvExhausted, TandemError

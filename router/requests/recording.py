@@ -24,7 +24,7 @@ from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.output import TextPiece
 from router.requests.placer import PlacementSeen
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
 

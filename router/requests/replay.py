@@ -17,6 +17,7 @@ from kvtransfer.causes import HandoffFault, parse_cause
 from router.policies.placement import PlacementPolicy, named_policy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.output import TextPiece
@@ -36,8 +37,7 @@ from router.requests.recording import (
     render,
     sampling_from,
 )
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.state_machine import RequestRun
 from tandem.config.spec import RouterSpec
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import BlockHash

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from router.request_terms import RequestTerms
 from router.requests.events import Event
 from router.requests.output import TextPiece
 from router.requests.recording import render
 from router.requests.replay import RecordedRequest, event_from
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.state_machine import RequestRun
 from tandem.request import Lifecycle, RequestState, SamplingParams
 
 _WORKERS = ("worker", "decode", "prefill", "target", "source", "sender")

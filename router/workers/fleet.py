@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
-from router.workers.account import Account, Charge
 from router.workers.health import HealthBoard
 from router.workers.link import WorkerLink
+from router.workers.load_account import Account, Charge
 from tandem.config.spec import Role
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2

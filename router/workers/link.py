@@ -17,7 +17,7 @@ import grpc
 from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
 from router.workers.meter_history import MeterHistory
-from router.workers.progress import Progress
+from router.workers.silence_limit import Progress
 from tandem.errors import WorkerDied, WorkerLost
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS

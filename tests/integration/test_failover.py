@@ -16,7 +16,7 @@ import pytest
 
 from router.requests.detokenizer import Detokenizer, TokenDecoder
 from router.requests.output import OutToken
-from router.requests.request import RawRequest, RawSampling
+from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
 from router.workers.fleet import Worker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.request import RawRequest, RawSampling
+from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams

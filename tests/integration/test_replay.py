@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app as command_line
 from router.requests.replay import Replay, ReplayReport
-from router.requests.request import RawRequest, RawSampling
+from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.config.spec import Disaggregation, EngineSpec, RouterSpec
 from tandem.errors import TandemError

@@ -6,7 +6,7 @@ import grpc
 
 from cluster.cli.load.client import LoadRequest, LoadResponse, OnTokens
 from cluster.cli.router_client import edge_channel
-from router.terms import PRIORITY
+from router.request_terms import PRIORITY
 from tandem.errors import InternalError, ModelNotFound
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2, inference_pb2_grpc

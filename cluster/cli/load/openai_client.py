@@ -11,7 +11,7 @@ import msgspec
 
 from cluster.cli.load.client import LoadRequest, LoadResponse, OnTokens
 from cluster.cli.load.http_connection import HttpConnection
-from router.terms import PRIORITY
+from router.request_terms import PRIORITY
 from tandem.errors import (
     ConfigError,
     ErrorCode,

@@ -27,10 +27,10 @@ from router.edge.openai.answer_schema import (
     TokenizeAnswer,
     TokenizerInfo,
 )
+from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.responses_schema import ResponsesRequest
-from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from router.terms import PRIORITY, TENANT, TIMEOUT
+from router.request_terms import PRIORITY, TENANT, TIMEOUT
 from tandem.errors import WIRE, ErrorCode
 from tandem.request import (
     MAX_BIAS,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from router.edge.openai.answer_format import text_of, tokens_of
 from router.edge.openai.answer_schema import (
     ChatTokenLogprob,
     ContentPartEvent,
@@ -25,7 +26,6 @@ from router.edge.openai.answer_schema import (
     TextDeltaEvent,
     TextDoneEvent,
 )
-from router.edge.openai.format import text_of, tokens_of
 from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.requests.answers import Answers, Arrival

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from router.edge.openai.schema import (
+from router.edge.openai.request_schema import (
     MAX_MESSAGES,
     MAX_TOKENS_HELP,
     CacheSalt,
@@ -21,7 +21,7 @@ from router.edge.openai.schema import (
     refuse_unsupported,
     unsupported,
 )
-from router.requests.request import Message, RawRequest, RawSampling
+from router.requests.validation import Message, RawRequest, RawSampling
 from tandem.errors import InputError
 from tandem.request import MAX_LOGPROBS
 

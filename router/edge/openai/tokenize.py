@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.edge.openai.schema import Items, Messages, StrictModel, at_most
-from router.requests.request import Message
+from router.edge.openai.request_schema import Items, Messages, StrictModel, at_most
+from router.requests.validation import Message
 from tandem.errors import InputError
 
 MAX_DETOKENIZED = 1 << 20

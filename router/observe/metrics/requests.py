@@ -18,7 +18,7 @@ from router.prefix_index.mirror import PrefixMirror
 from router.requests import actions as act
 from router.requests.core import RequestCore
 from router.requests.facts import Facts, Placed, Requeued, Waited
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from tandem.config.spec import ClassSpec
 from tandem.errors import ErrorCode, NotFound
 from tandem.request import RequestState

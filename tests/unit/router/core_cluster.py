@@ -18,20 +18,20 @@ from router.observers import Observers
 from router.policies.estimates import Estimates
 from router.policies.placement import named_policy
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import Final, TextPiece
-from router.requests.ports import Assembler
-from router.requests.request import ValidRequest
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.protocols import Assembler
+from router.requests.state_machine import RequestRun
+from router.requests.validation import ValidRequest
 from router.testing.scenario import TextlessAssembler
 from router.testing.stub_worker import BLOCK_BYTES, BLOCK_TOKENS, RECEIVED, SENT, TOTAL_BLOCKS
-from router.workers.account import Account
 from router.workers.fleet import ROLES, Fleet, Worker
 from router.workers.link import WorkerLink
+from router.workers.load_account import Account
 from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import KvExhausted, TandemError, WorkerLost
 from tandem.kvcache.blockhash import HashKey, hash_blocks

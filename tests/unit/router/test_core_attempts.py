@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.requests.output import OutputAssembler
-from router.requests.request import ValidRequest
+from router.requests.validation import ValidRequest
 from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.errors import NoWorker, WorkerLost
 from tandem.request import FinishReason, RequestState, SamplingParams

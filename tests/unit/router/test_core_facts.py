@@ -14,7 +14,7 @@ from router.observe.trace import Stage
 from router.policies.estimates import REFRESH_S
 from router.policies.pace import BATCH_SIZES
 from router.prefix_index.mirror import WorkerKey
-from router.terms import RequestTerms
+from router.request_terms import RequestTerms
 from router.workers.health import EjectReason, HealthState
 from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, Role, RouterSpec
 from tandem.errors import ErrorCode

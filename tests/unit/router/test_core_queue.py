@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.request_terms import RequestTerms
+from router.requests.state_machine import RequestRun
 from tandem.config.spec import ClassSpec, Disaggregation, RouterSpec
 from tandem.errors import DeadlineExceeded, OverloadedError
 from tandem.request import RequestState, SamplingParams

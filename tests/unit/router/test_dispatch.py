@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from router.requests.output import MAX_UNREAD_PIECES
-from router.requests.request import RawRequest, RawSampling
+from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import RequestCancelled

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from router.terms import PRIORITY, TENANT, TIMEOUT
+from router.request_terms import PRIORITY, TENANT, TIMEOUT
 from router.testing.site import MODEL, RouterSite
 from tandem.config.spec import RouterSpec
 

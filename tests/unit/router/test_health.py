@@ -17,7 +17,7 @@ from router.workers.health import (
     Silence,
     WorkerHealth,
 )
-from router.workers.progress import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
+from router.workers.silence_limit import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
 from tandem.config.spec import Role
 from tandem.errors import InternalError
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.requests.output import Final
-from router.requests.request import RawRequest, RawSampling
+from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tests.unit.router.conftest import Cluster

@@ -16,6 +16,7 @@ from router.policies.estimates import Estimates
 from router.policies.placement import named_policy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.facts import Facts
@@ -23,8 +24,7 @@ from router.requests.placer import PlacementSeen
 from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
 from router.requests.recording_files import SEGMENTS, RecordingFiles
 from router.requests.replay import RecordedRequest, Replay, ReplayReport, Step
-from router.requests.run import RequestRun
-from router.terms import RequestTerms
+from router.requests.state_machine import RequestRun
 from router.testing.scenario import TextlessAssembler
 from router.workers.fleet import Fleet
 from tandem.config.spec import Disaggregation, RouterSpec

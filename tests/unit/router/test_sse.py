@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from router.edge.limits.http import SCOPE_KEY
-from router.edge.openai.format import AnswerFormat, ChatFormat, TextEventTemplate
+from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
 from router.requests.answers import Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage

@@ -11,7 +11,7 @@ import pytest
 from router.observe.trace import Attempt, Trace
 from router.probes.canary import CANARY_ID_PREFIX
 from router.requests.output import ResponseStream
-from router.requests.run import RequestRun
+from router.requests.state_machine import RequestRun
 from router.testing.stub_worker import until
 from router.workers import link as worker_client
 from tandem.errors import RequestCancelled

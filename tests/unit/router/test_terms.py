@@ -1,6 +1,6 @@
 import pytest
 
-from router.terms import RequestTerms, TermsParser
+from router.request_terms import RequestTerms, TermsParser
 from tandem.config.spec import ClassSpec
 from tandem.errors import InputError
 from tandem.testing.models import FakeClock

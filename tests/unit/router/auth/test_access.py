@@ -17,9 +17,9 @@ from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, grpc_access, http_acces
 from router.auth.principal import AccessLevel
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.source import SnapshotSource
+from router.edge.controller_traces import SECRET_KEY
 from router.edge.http import HttpEdge
 from router.edge.openai.openapi import openapi_document
-from router.edge.traces import SECRET_KEY
 from router.service import RouterService
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.v1 import inference_pb2, trace_pb2

@@ -12,7 +12,7 @@ from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
-from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 

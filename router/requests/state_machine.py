@@ -18,14 +18,14 @@ from typing import Any
 from kvtransfer.causes import HandoffFault
 from router.policies.types import WaitReason
 from router.prefix_index.mirror import WorkerKey
+from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
-from router.requests.ports import Assembler, Request
+from router.requests.protocols import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, MAX_DEATHS, REFUSALS, Retry, retry_of
 from router.requests.timeline import RunTimeline
-from router.terms import RequestTerms
 from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, RequestQuarantined, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.text.words import plural
