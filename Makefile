@@ -21,10 +21,10 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A stamp is newer than pyproject.toml when what it names is installed; nothing is looked up again until that changes.
-$(RUNTIME): pyproject.toml scripts/setup.sh
+$(RUNTIME): pyproject.toml scripts/setup.sh scripts/constraints.txt
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh runtime $(VENV)
 
-$(DEV): pyproject.toml scripts/setup.sh
+$(DEV): pyproject.toml scripts/setup.sh scripts/constraints.txt
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh dev $(VENV)
 
 setup: $(DEV)  ## Create .venv with Tandem (editable) and the development tools

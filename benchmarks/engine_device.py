@@ -246,14 +246,14 @@ def _transformers_steps_s(bench: DeviceBench, model: Any, batch: int) -> list[fl
     ids = torch.tensor([bench.prompt(bench.sizes.context) for _ in range(batch)], device=bench.device)
     past, token = None, ids[:, :0]
     for row in range(0, bench.sizes.context, 256):  # in parts: attention over the whole prompt needs too much memory
-        out = model(ids[:, row : row + 256], past_key_values=past, use_cache=True, logits_to_keep=1)
+        out = model(ids[:, row : row + 256], None, None, past, use_cache=True, logits_to_keep=1)
         past, token = out.past_key_values, out.logits[:, -1:].argmax(dim=-1)
     took = []
     for _ in range(bench.sizes.steps):
 
         def step(token: Tensor = token, past: Any = past) -> None:
             nonlocal out
-            out = model(token, past_key_values=past, use_cache=True)
+            out = model(token, None, None, past, use_cache=True)  # by place: its name changed in transformers 5.24
 
         took.append(bench.time_s(step))
         past, token = out.past_key_values, out.logits[:, -1:].argmax(dim=-1)

@@ -23,7 +23,7 @@ if ! [ -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
 fi
 
 # Writes the dependency group to a file: this pip may be too old for --group.
-set -- "${TORCH:-torch}" --editable .
+set -- "${TORCH:-torch}" --constraint scripts/constraints.txt --editable .
 if [ "$what" = dev ]; then
   "$venv/bin/python" - > "$venv/dev-requirements.txt" <<'PYTHON_END'
 import tomllib

@@ -53,7 +53,7 @@ class Reference:
         with torch.inference_mode():
             for _ in range(sampling.max_tokens):
                 feed = torch.tensor([tokens if past is None else tokens[-1:]])
-                out = self._model(feed, past_key_values=past, use_cache=True)
+                out = self._model(feed, None, None, past, use_cache=True)  # by place: its name changed in 5.24
                 past, row = out.past_key_values, out.logits[0, -1]
                 best = row.topk(2).values
                 if best[0] - best[1] < CLEAR:
