@@ -45,7 +45,7 @@ check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whol
 	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
 	$(PYTEST) -m system $(ARGS)
 
-soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
+soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
 	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" $(ARGS)
 
 bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
@@ -78,6 +78,7 @@ docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come fro
 	@$(BIN)/python scripts/generate-chart-schema.py
 	@$(BIN)/python scripts/generate-dashboards.py
 	@$(BIN)/python scripts/generate-api-pages.py
+	@$(BIN)/python scripts/generate-acceptance-page.py
 	@$(BIN)/python scripts/generate-quickstart.py
 	@$(BIN)/python scripts/generate-router-requirements.py
 

@@ -1,9 +1,10 @@
-"""Writes docs/acceptance.md from tests/data/acceptance.toml and the tests' `acceptance` marks.
+"""Writes docs/acceptance.md from tests/data/acceptance.toml, the last results and the tests' `acceptance` marks.
 
 generate-acceptance-page.py [--check]     --check: writes nothing; exits 1 if the page is stale
 
-A mark is `@pytest.mark.acceptance(NUMBER, here="size in make test-all", soak="size in make soak")`. `soak`: only if it
-differs. Files are read, not imported.
+A mark is `@pytest.mark.acceptance(NUMBER, here="size in make test-all", soak="size in make soak")`. A test has `soak` if
+and only if `make soak` runs it: it, one of its parameters or its module is marked soak or soak_only. Files are read, not
+imported. `make test-all ARGS="--acceptance-results"` and the same with `make soak` note how the tests ended.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import ast
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tests" / "data" / "acceptance-results.toml"
 PAGE = ROOT / "docs" / "acceptance.md"
 NONE_YET = "none yet"
 
@@ -30,7 +32,8 @@ cover, and in which size.*
 
 Every test that runs workers ends with a check: `free + cached + leased + in_use = total` on each of them, and no
 request without an end state. `make test-all` runs the sizes of the column "here", as CI does; `make soak` runs those of
-the column "soak". Where a test is smaller than what must hold, or does not reach it, the table says so.
+the column "soak", and only those. Where a test is smaller than what must hold, or does not reach it, the table says so.
+The last columns tell how the last noted run of each ended.
 
 """
 
@@ -45,11 +48,16 @@ class Mark:
 
 def marks() -> Iterator[Mark]:
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+        of_module = [assigned["pytestmark"]] if "pytestmark" in assigned else []
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 for decorator in node.decorator_list:
                     if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.acceptance":
-                        yield _mark(decorator, f"{path.relative_to(ROOT)}::{node.name}")
+                        mark = _mark(decorator, f"{path.relative_to(ROOT)}::{node.name}")
+                        _check(mark, _names_soak([*node.decorator_list, *of_module], assigned))
+                        yield mark
 
 
 def _mark(call: ast.Call, test: str) -> Mark:
@@ -58,19 +66,45 @@ def _mark(call: ast.Call, test: str) -> Mark:
     return Mark(number, sizes.get("here", ""), sizes.get("soak", ""), test)
 
 
+def _names_soak(marks: Iterable[ast.expr], assigned: Mapping[str, ast.expr]) -> bool:
+    """Whether these marks, or what they name in the module, have soak or soak_only among them."""
+    for node in (each for mark in marks for each in ast.walk(mark)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("pytest.mark.soak", "pytest.mark.soak_only"):
+            return True
+        if isinstance(node, ast.Name) and node.id in assigned and _names_soak([assigned[node.id]], {}):
+            return True
+    return False
+
+
+def _check(mark: Mark, in_soak: bool) -> None:
+    if bool(mark.soak) != in_soak:
+        do = (
+            "give its acceptance mark soak=..."
+            if in_soak
+            else "mark it soak, or take soak=... from its acceptance mark"
+        )
+        raise SystemExit(f"{mark.test}: `make soak` {'runs' if in_soak else 'does not run'} it; {do}")
+
+
 def page() -> str:
     wanted = tomllib.loads((ROOT / "tests" / "data" / "acceptance.toml").read_text(encoding="utf-8"))
+    results = tomllib.loads(RESULTS.read_text(encoding="utf-8"))
     by_number: defaultdict[int, list[Mark]] = defaultdict(list)
     for mark in marks():
         by_number[mark.number].append(mark)
     if unknown := by_number.keys() - {int(number) for number in wanted}:
         raise SystemExit(f"acceptance marks with unknown numbers: {sorted(unknown)}")
-    lines = ["| | what happens | what must hold | test | here | soak |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | what happens | what must hold | test | here | soak | last run here | last soak |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for number, (what, must) in wanted.items():
         for first, mark in enumerate(by_number[int(number)] or [Mark(int(number), "", "", NONE_YET)]):
             test = mark.test if mark.test == NONE_YET else f"`{mark.test.removeprefix('tests/')}`"
             head = (number, what, must) if first == 0 else ("", "", "")
-            lines.append(f"| {' | '.join((*head, test, mark.here, mark.soak or mark.here))} |")
+            last = results.get(mark.test, {})
+            cells = (*head, test, mark.here, mark.soak, last.get("here", ""), last.get("soak", ""))
+            lines.append(f"| {' | '.join(cells)} |")
     missing = [number for number in wanted if not by_number[int(number)]]
     return INTRODUCTION + "\n".join(lines) + f"\n\nWithout a test yet: {', '.join(missing) or 'none'}.\n"
 

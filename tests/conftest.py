@@ -20,6 +20,7 @@ from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
 from tandem.testing.models import write_tiny_llama
 from tandem.token_history import TokenHistory
+from tests.acceptance_results import AcceptanceResults
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
@@ -30,9 +31,20 @@ ROOT = Path(__file__).parent
 CLEAR = 1e-3  # by how much a best logit must lead for an fp32 test to rest on it
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--acceptance-results", action="store_true", help="note how the acceptance tests ended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--acceptance-results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AcceptanceResults())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several processes (`make test`), each file runs in one of them, so that its fixtures start once."""
     for item in items:
+        if item.get_closest_marker("acceptance"):
+            item.user_properties.append(("acceptance", True))
         inside = item.path.relative_to(ROOT)
         item.add_marker(pytest.mark.xdist_group(inside.parts[0] if inside.parts[0] in WHOLE else str(inside)))
 

@@ -14,7 +14,7 @@ from cluster.testing.chaos import Chaos
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.e2e.conftest import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.soak]
 VOCAB = 300
 FOR_S, EVERY_S = (3600.0, 30.0) if os.environ.get("TANDEM_SOAK") else (60.0, 4.0)
 

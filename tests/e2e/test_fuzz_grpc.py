@@ -220,7 +220,7 @@ def cluster(cluster_with: Callable[..., Any], tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.soak
-@pytest.mark.acceptance(34, here="150 messages for each method", soak="more")
+@pytest.mark.acceptance(34, here="8 messages for each method", soak="150")
 def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Cluster) -> None:
     router, admin = f"127.0.0.1:{cluster.grpc_port}", f"127.0.0.1:{cluster.admin_port}"
     with grpc.insecure_channel(admin) as channel:

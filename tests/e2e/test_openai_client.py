@@ -269,6 +269,7 @@ def test_an_unknown_model_is_a_404_that_names_those_there_are(client: openai.Ope
         client.chat.completions.create(model="nobody", messages=user("Hi"))
 
 
+@pytest.mark.acceptance(19, here="a prompt of too many tokens")
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt=[5] * 9000, max_tokens=4)

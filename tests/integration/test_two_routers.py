@@ -209,7 +209,7 @@ async def test_each_router_sees_what_the_other_gave_the_workers_at_any_length(wo
 
 
 @pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.soak_only)], ids=["cut", "silent"])
-@pytest.mark.acceptance(10, here="router and Redis")
+@pytest.mark.acceptance(10, here="router and Redis: closed", soak="silent too")
 async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(world: World, silent: bool) -> None:
     before = [random_prompt(320, VOCAB, n + 100 * silent) for n in range(3)]
     expected = [await world.ask(0, prompt, GREEDY) for prompt in before]
@@ -233,7 +233,7 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
 
 @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
 @pytest.mark.slow
-@pytest.mark.acceptance(10, here="router and worker, 3 to 4 s")
+@pytest.mark.acceptance(10, here="router and worker: silent, 3 to 4 s", soak="closed too")
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
     world: World, silent: bool, reference_for: Callable[[Path], Reference]
 ) -> None:

@@ -29,6 +29,7 @@ def run_script(*arguments: object, env: dict[str, str] | None = None) -> subproc
     )
 
 
+@pytest.mark.acceptance(44, soak="bans; also a step of `make check`")
 @pytest.mark.soak_only  # a step of `make check`, which CI runs beside the tests
 def test_no_product_module_does_what_is_banned() -> None:
     result = run_script(sys.executable, SCRIPTS / "check-bans.py")

@@ -326,7 +326,7 @@ async def test_a_sender_that_owes_digests_is_dropped(make_worker: MakeWorker) ->
     link.close()
 
 
-@pytest.mark.acceptance(38, here="as stated")
+@pytest.mark.acceptance(38, here="tickets, as stated", soak="the same")
 async def test_forged_and_replayed_tickets_are_refused_on_a_raw_link(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker)
     used = await assert_works(prefill, decode, seed=10)

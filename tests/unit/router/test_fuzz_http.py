@@ -97,7 +97,7 @@ async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[RouterSite]:
 
 
 @pytest.mark.soak
-@pytest.mark.acceptance(34, here="400 requests for each operation", soak="more")
+@pytest.mark.acceptance(34, here="15 requests for each operation with a body", soak="400")
 async def test_requests_that_fit_or_break_the_document_get_documented_answers(site: RouterSite) -> None:
     before = site.process.memory_info().rss
     client = await asyncio.create_subprocess_exec(

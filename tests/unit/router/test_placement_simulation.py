@@ -161,9 +161,10 @@ class TestPopularPrefix:
     def result(self, name: PolicyName = PolicyName.EXPECTED_TTFT) -> Result:
         return simulated(name, popular, 15, 2000)
 
+    @pytest.mark.acceptance(25, here="simulated: 2,000 requests, four workers of each role")
     def test_does_not_sink_one_worker(self) -> None:
         result = self.result()
-        assert max(result.prefill_requests.values()) < 0.4 * len(result.ttft_s)
+        assert max(result.prefill_requests.values()) < 1.5 / 4 * len(result.ttft_s)
         assert max(result.decode_requests.values()) < 0.3 * len(result.ttft_s)
         assert result.most_running < 2 * 15 * ANSWER_TOKENS * PACE.tpot_at_s(16) / 4
 

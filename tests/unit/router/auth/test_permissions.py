@@ -239,6 +239,7 @@ async def _until_status(cluster: Cluster, headers: dict[str, str], status: int) 
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.acceptance(44, here="prompts, answers and keys in the audit log and in debug logs")
 async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_keys(
     cluster: Cluster, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
