@@ -2,9 +2,9 @@
 
 generate-acceptance-page.py [--check]     --check: writes nothing; exits 1 if the page is stale
 
-A mark is `@pytest.mark.acceptance(NUMBER, here="size in make test-all", soak="size in make soak")`. A test has `soak` if
-and only if `make soak` runs it: it, one of its parameters or its module is marked soak or soak_only. Files are read, not
-imported. `make test-all ARGS="--acceptance-results"` and the same with `make soak` note how the tests ended.
+A mark is `@pytest.mark.acceptance(NUMBER, here="size in make test-all", soak="size in make soak")`. It has `soak` if
+and only if `make soak` runs the test: it, one of its parameters or its module is marked soak or soak_only. Files are
+read, not imported. `make test-all ARGS="--acceptance-results"` and `make soak` with the same note how the tests ended.
 """
 
 from __future__ import annotations

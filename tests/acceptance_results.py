@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 RESULTS = Path(__file__).parent / "data" / "acceptance-results.toml"
-HEAD = "# How the acceptance tests last ended. Written by `make test-all ARGS=--acceptance-results`, and `make soak` too.\n"
+HEAD = "# How the acceptance tests last ended. Written by `make test-all ARGS=--acceptance-results`, `make soak` too.\n"
 
 
 class AcceptanceResults:
