@@ -15,7 +15,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
+.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ wheel: $(DEV)  ## Build dist/*.whl
 helm-tools:  ## Fetch the pinned helm and kubectl into .cache/tools
 	@scripts/fetch-helm.sh helm
 	@scripts/fetch-helm.sh kubectl
+
+lock: $(DEV)  ## Renew the versions and hashes that the images install
+	@PYTHON=$(BIN)/python scripts/lock.sh
 
 clean:  ## Remove everything that was made here
 	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

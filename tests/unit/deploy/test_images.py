@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
@@ -53,6 +57,25 @@ def lineage(name: str) -> list[tuple[str, str]]:
     known = stages()
     stage = known[name]
     return (lineage(stage.parent) if stage.parent in known else []) + stage.steps
+
+
+@pytest.mark.parametrize("image", ["node", "router"])
+def test_all_that_an_image_installs_beside_torch_is_locked_by_version_and_hash(image: str) -> None:
+    """Also a requirement that was added or raised since: then `make lock`."""
+    locked = {}
+    for entry in re.split(r"\n(?=\S)", (DOCKERFILE.parent / f"{image}.lock").read_text()):
+        assert "--hash=sha256:" in entry, entry[:60]
+        requirement = Requirement(entry.split("\\\n")[0])
+        locked[canonicalize_name(requirement.name)] = next(iter(requirement.specifier)).version
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        declared = [Requirement(each) for each in tomllib.load(file)["project"]["dependencies"]]
+    if image == "router":
+        lines = (DOCKERFILE.parent / "router-requirements.txt").read_text().splitlines()
+        declared = [Requirement(each) for each in lines if not each.startswith("#")]
+    assert "torch" not in locked
+    for each in declared:
+        assert each.name == "torch" or each.specifier.contains(locked[canonicalize_name(each.name)]), each
+    assert f"--require-hashes --no-deps --requirement /src/{image}.lock" in DOCKERFILE.read_text()
 
 
 def test_hadolint_has_nothing_to_say() -> None:

@@ -125,6 +125,7 @@ def test_make_sets_up_once_and_again_only_when_pyproject_changes(tmp_path: Path)
     setup = tmp_path / "scripts" / "setup.sh"
     setup.write_text(f'#!/bin/sh\nmkdir -p "$2"; touch "$2/.stamp-$1"; echo "$1" >> {log}\n')
     setup.chmod(0o755)
+    (tmp_path / "scripts" / "constraints.txt").touch()
     pyproject = tmp_path / "pyproject.toml"
     pyproject.touch()
 
