@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
 from tandem.config.frozen import Frozen
 from tandem.errors import ConfigError
 from tandem.text.words import plural
@@ -27,13 +29,16 @@ class GpuReport(Frozen):
     """The GPUs that a process of this machine sees.
 
     `cuda`: the CUDA version of torch's build; None: a build for CPUs. `peers`: (reader, owner) ordinals of which the
-    reader's kernels can access the owner's memory.
+    reader's kernels can access the owner's memory. `missing`: why transports' libraries cannot be used, as in
+    `kvtransfer.transports.host_support`. `rdma`: whether the process may use an RDMA device.
     """
 
     torch: str
     cuda: str | None
     gpus: tuple[Gpu, ...] = ()
     peers: frozenset[tuple[int, int]] = frozenset()
+    missing: dict[str, str] = Field(default_factory=dict)
+    rdma: bool = False
 
 
 def device_name(ordinal: int) -> str:

@@ -22,6 +22,7 @@ import torch
 from kvtransfer.agent.client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Lead, TlsFiles, WireLayout
 from kvtransfer.pool.cuda_ipc import export_tensor
+from kvtransfer.transports.choice import check_available
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
@@ -258,6 +259,7 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
 def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     if launch.engine.on_gpu:
         torch.cuda.set_device(launch.engine.device)  # the process sees all GPUs; kernels start on the current one
+    check_available(launch.transfer.transport, on_gpu=launch.engine.on_gpu)  # on a Ray node, first seen here
     io = IoThread(name="rank-io")
     client = AgentClient(io.loop)
     rank = build_rank(

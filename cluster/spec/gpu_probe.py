@@ -1,6 +1,6 @@
-"""`python -m cluster.spec.gpu_probe`: prints the GPUs that torch sees, as one JSON line.
+"""`python -m cluster.spec.gpu_probe`: prints the GPUs that torch sees, and what transports can use, as one JSON line.
 
-A process of its own, because a CUDA context stays with the process that looked at a GPU.
+A process of its own, because a CUDA context stays with the process that looked at a GPU, and so do libraries.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from itertools import permutations
 from typing import Any, Protocol
 
 from cluster.devices import Gpu, GpuReport
+from kvtransfer.connection.handshake import NCCL, NIXL
+from kvtransfer.transports.host_support import THIS_HOST, HostSupport
 
 
 class Cuda(Protocol):
@@ -24,13 +26,15 @@ class Cuda(Protocol):
     def can_device_access_peer(self, device: int, peer_device: int, /) -> bool: ...
 
 
-def report(torch_version: str, cuda_version: str | None, cuda: Cuda) -> GpuReport:
+def report(torch_version: str, cuda_version: str | None, cuda: Cuda, host: HostSupport = THIS_HOST) -> GpuReport:
     count = cuda.device_count() if cuda.is_available() else 0
     return GpuReport(
         torch=torch_version,
         cuda=cuda_version,
         gpus=tuple(_gpu(ordinal, cuda.get_device_properties(ordinal)) for ordinal in range(count)),
         peers=frozenset(_peers(cuda, count)),
+        missing={kind: why for kind in (NIXL, NCCL) if (why := host.missing(kind))},
+        rdma=host.has_rdma(),
     )
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -16,14 +17,14 @@ from cluster.spec.check_tls import check_tls
 from cluster.spec.gpus import GpuProbe, probe_gpus, resolve_devices
 from cluster.spec.redis_probe import check_redis
 from kvtransfer.session.reshard import check_compatible
-from kvtransfer.transports.factory import check_available
+from kvtransfer.transports.choice import check_support
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from router.auth.sources import KeySources
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
 from tandem.clock import SystemClock
-from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role
+from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role, TransportKind
 from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.text.words import plural
@@ -62,7 +63,7 @@ def resolve(spec: ClusterSpec, progress: Progress, probe: GpuProbe = probe_gpus)
     """Raises ConfigError or a subclass, with the field, what was expected and what to do."""
     if spec.control.ray_address is None:  # on a Ray cluster of its own, the routers may run already
         check_ports(spec)
-    check_transfer(spec)
+    check_transfer(spec, probe := cache(probe))
     for warning in check_tls(spec):
         progress(warning)
     check_auth(spec)
@@ -187,9 +188,24 @@ def check_ports(spec: ClusterSpec) -> None:
         )
 
 
-def check_transfer(spec: ClusterSpec) -> None:
-    """Raises ConfigError if the transport's library is not installed."""
-    check_available(spec.transfer.transport)
+def check_transfer(spec: ClusterSpec, probe: GpuProbe) -> None:
+    """Raises ConfigError if the configured transport cannot work: its library is missing, or pools are in host memory.
+
+    On nodes of a Ray cluster, each rank looks for the library itself.
+    """
+    transport = spec.transfer.transport
+    if transport not in (TransportKind.NCCL, TransportKind.NIXL):
+        return
+    for model in spec.models if transport is TransportKind.NCCL else ():
+        for role in Role:
+            if model.pool(role).workers and not model.engine_of(role).on_gpu:
+                raise ConfigError(
+                    f"transfer.transport: nccl: expected all workers on GPUs, got {model.engine_field(role, 'device')} "
+                    "cpu: set it to cuda, or another transport (auto takes the fastest that works)",
+                    field="transfer.transport",
+                )
+    if spec.control.ray_address is None:
+        check_support(transport, probe().missing.get(transport, ""))
 
 
 def check_auth(spec: ClusterSpec) -> None:

@@ -50,7 +50,8 @@ from kvtransfer.link.in_link import LinkAcceptor
 from kvtransfer.pool import digest
 from kvtransfer.pool.pools import make_host_staging, open_pool
 from kvtransfer.session.ticket import KEY_BYTES
-from kvtransfer.transports.factory import MAPPED, Transports, offered
+from kvtransfer.transports.choice import MAPPED, offered
+from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock, SystemClock
 from tandem.config.log_format import LogFormat
 from tandem.errors import ConfigError
@@ -82,14 +83,15 @@ class Attachment:
         self._acceptor = LinkAcceptor(local, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
         mapped_path = tcp = ""
-        if MAPPED in offered(local):
+        accepted = offered(local, transports.host)
+        if MAPPED in accepted:
             mapped_path = attach.link_socket
             self._listen(listen_unix(mapped_path))
-        if any(kind != MAPPED for kind in offered(local)):
+        if any(kind != MAPPED for kind in accepted):
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.attached = Attached(local.host_id, mapped_path, tcp, local.device, local.machine_id, tuple(offered(local)))
+        self.attached = Attached(local.host_id, mapped_path, tcp, local.device, local.machine_id, accepted)
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))

@@ -3,6 +3,8 @@
 connecting ──probe passed──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
     │                          └──── not used ─────────▶ idle ──needed───▶ connecting
     └── refused: for as long as both epochs last
+
+Under `auto`, a link that fails to open twice with one transport is opened with the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.connection.handshake import LinkRefused, LocalRank, make_hello, receive_answer
+from kvtransfer.connection.handshake import LinkRefused, LocalRank, Welcome, make_hello, receive_answer
 from kvtransfer.connection.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import TlsConnection, Wire
@@ -29,7 +31,8 @@ from kvtransfer.link.ticket_queue import TicketQueue
 from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport, max_piece_bytes
+from kvtransfer.transports.choice import MAPPED, choose_transport
+from kvtransfer.transports.factory import Transports, carries_int8, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import has_many_probes
 from tandem.clock import SystemClock
@@ -46,6 +49,7 @@ MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged bytes: enough to keep t
 MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
 WINDOW_S = 0.02  # of a fast link's throughput, to cover delays in scheduling the agents
 PROBES = 5
+OPENINGS = 2  # failed in a row with one transport, before `auto` takes the next
 
 
 class OutLinkEvents(Protocol):
@@ -89,6 +93,8 @@ class OutLink:
         self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
         self._meter = LinkMeter(SystemClock())
+        self._is_opening = False  # an error now is the transport's
+        self._failed_openings: dict[str, tuple[int, str]] = {}  # by transport: how many, and the last one's reason
         self._local = local
         self._link = link
         self._transports = transports
@@ -164,6 +170,9 @@ class OutLink:
             except asyncio.CancelledError:
                 self._enter(LinkState.DOWN, "the peer left the directory")
                 raise
+            if self._is_opening and not final:
+                count, _ = self._failed_openings.get(self._kind, (0, ""))
+                self._failed_openings[self._kind] = (count + 1, reason)
             self._enter(LinkState.REFUSED if final else LinkState.DOWN, reason)
             cause = HandoffCause.TRANSPORT if final else HandoffCause.PEER_LOST
             self._events.link_down(self, cause, reason, final=final)
@@ -176,12 +185,23 @@ class OutLink:
         self.state, self.reason = state, reason
         self.report()
 
+    def _given_up(self) -> dict[str, str]:
+        """Transports that failed to open, as `choose_transport` takes them. They stay so while both epochs last."""
+        return {
+            kind: f"{count} openings failed, the last with: {reason}: mend that and restart the worker, or set another "
+            "transfer.transport"
+            for kind, (count, reason) in self._failed_openings.items()
+            if count >= OPENINGS
+        }
+
     async def _connect(self) -> None:
         """Returns or raises when the connection ends."""
         peer = self.peer
         self._is_resting = False
         self._enter(LinkState.CONNECTING, self.reason)
-        self._kind, reason = choose_transport(self._local, peer)
+        self._is_opening = False
+        self._kind, reason = choose_transport(self._local, peer, self._transports.host, self._given_up())
+        self._is_opening = True
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
@@ -201,6 +221,8 @@ class OutLink:
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             await turn.aclose()
+            self._is_opening = False
+            self._failed_openings.pop(self._kind, None)
             self._enter(LinkState.READY, reason)
             if reason:
                 log.warning("link to %s rank %d over %s only: %s", peer.worker_id, peer.rank, self._kind, reason)
@@ -216,8 +238,10 @@ class OutLink:
 
     async def _handshake(self, sender: KvSender) -> FrameStream:
         peer = self.peer
+        self._is_opening = False  # a peer that cannot be reached, or is silent, shows nothing of its transport
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             raw = await self._dial()
+        self._is_opening = True
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
@@ -225,7 +249,7 @@ class OutLink:
                 self._local, peer, self._link, self._kind, int8=carries_int8(self._kind, self._local, peer)
             )
             await send_first(raw, encode(hello), fds)
-            welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
+            welcome = await self._answer(raw)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
                 raise LinkRefused(f"another epoch answered: {welcome.worker_id}, epoch {welcome.epoch}")
             await sender.establish(welcome)
@@ -238,6 +262,13 @@ class OutLink:
         stream = await self._transports.frames(raw)
         stream.version = hello.protocol
         return stream
+
+    async def _answer(self, raw: Wire) -> Welcome:
+        try:
+            return await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
+        except TimeoutError:
+            self._is_opening = False
+            raise
 
     async def _dial(self) -> Wire:
         if self._kind == MAPPED:

@@ -10,7 +10,6 @@ welcome's token. UCX's own configuration selects the network (`UCX_NET_DEVICES`,
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import secrets
 import struct
 import threading
@@ -18,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -36,14 +34,12 @@ from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
 from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
 from kvtransfer.transports.threads import LinkThread
-from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 
 if TYPE_CHECKING:
     from kvtransfer.pool.device_digest import DigestKeys
 
 PACKAGE = "nixl"
-RDMA_DEVICES = Path("/sys/class/infiniband")
 MAX_IDLE_S = 20.0
 MAX_METADATA_BYTES = 64 << 10
 POLL_S = 20e-6  # the library has no event to wait for
@@ -52,21 +48,6 @@ _HEAD = struct.Struct("<QQI")  # addresses of pool and probe at the sender; byte
 
 Runs = npt.NDArray[np.uint64]
 T = TypeVar("T")
-
-
-def check_nixl() -> None:
-    """Raises ConfigError that names the missing package and how to install it."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise ConfigError(
-            f"transfer.transport: nixl needs the package {PACKAGE}, which is not installed: pip install "
-            "'tandem-serve[nixl]', or choose another transport",
-            field="transfer.transport",
-        )
-
-
-def has_rdma() -> bool:
-    """Whether this host has a network that reads memory by itself, as far as the kernel knows."""
-    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
 class NixlEndpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +17,8 @@ from cluster.cli.run_dirs import run_base
 from cluster.cli.state_file import ClusterState
 from cluster.devices import GpuReport, device_name
 from cluster.spec.check_tls import check_tls
-from cluster.spec.gpus import GpuProbe, probe_gpus, resolve_devices
-from cluster.spec.kv_paths import kv_paths
+from cluster.spec.gpus import GpuProbe, gpu_workers, probe_gpus, resolve_devices
+from cluster.spec.kv_paths import kv_paths, used_paths
 from cluster.spec.loader import assignments, load_spec
 from cluster.spec.redis_probe import check_redis
 from cluster.spec.requirements import check_requirements
@@ -27,6 +27,8 @@ from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import ConfigError, PortInUse, TandemError
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.words import plural
+
+_INDENT = "\n    "
 
 
 class Unchecked(Exception):
@@ -41,7 +43,9 @@ def run_doctor(
     spec = load_spec(config, {**assignments(settings), "models.0.source": model})
     for name, check in CHECKS:
         healthy &= _passes(screen, name, partial(check, spec))
+    probe = cache(probe)
     healthy &= _passes(screen, "devices", partial(devices, spec, probe))
+    healthy &= _passes(screen, "transfer", partial(transfer, spec, probe))
     return 0 if healthy else 1
 
 
@@ -85,12 +89,6 @@ def _running(spec: ClusterSpec) -> ClusterState | None:
     return running if wanted == (running.http, running.grpc, running.admin) else None
 
 
-def _transfer(spec: ClusterSpec) -> str:
-    check_transfer(spec)
-    encrypted = "encrypted" if spec.transfer.tls or spec.security.tls else "not encrypted"
-    return f"{spec.transfer.transport}, {encrypted} across hosts"
-
-
 def _tls(spec: ClusterSpec) -> str:
     soon = check_tls(spec)
     inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
@@ -120,7 +118,7 @@ def _run_folder(spec: ClusterSpec) -> str:
 
 
 def devices(spec: ClusterSpec, probe: GpuProbe) -> str:
-    """The machine's GPUs, and how KV will move between them."""
+    """The machine's GPUs, and which reads the memory of which."""
     report = probe()
     resolve_devices(spec, lambda: report)
     used = sorted({model.engine_of(role).device for model in spec.models for role in Role})
@@ -133,9 +131,35 @@ def devices(spec: ClusterSpec, probe: GpuProbe) -> str:
         f"{device_name(gpu.ordinal)}  {gpu.name}, {gpu.memory_bytes >> 20} MiB, {gpu.uuid}" for gpu in report.gpus
     ]
     lines += _peer_access(report)
+    return _INDENT.join(lines)
+
+
+def transfer(spec: ClusterSpec, probe: GpuProbe) -> str:
+    """How KV will move. Raises ConfigError if workers of this cluster could not exchange it."""
+    check_transfer(spec, probe)
     encrypted = spec.transfer.tls is not None or spec.security.tls is not None
-    lines += kv_paths(spec.transfer.transport, report, encrypted=encrypted)
-    return "\n    ".join(lines)
+    transport = spec.transfer.transport
+    said = f"{transport}, {'encrypted' if encrypted else 'not encrypted'} across hosts"
+    if not gpu_workers(spec):
+        return said
+    try:
+        used = used_paths(spec, report := probe())
+    except ConfigError:
+        raise Unchecked(f"{said}; between GPUs not checked: the devices are not as the configuration says") from None
+    works, refused = kv_paths(transport, report, used, encrypted=encrypted)
+    if refused:
+        raise ConfigError(
+            _INDENT.join(
+                [
+                    f"transfer.transport: expected one that works between all workers, got {transport}: set auto, or "
+                    "mend what is refused:",
+                    *refused,
+                    *works,
+                ]
+            ),
+            field="transfer.transport",
+        )
+    return _INDENT.join([said, *works])
 
 
 def _peer_access(report: GpuReport) -> Iterator[str]:
@@ -180,7 +204,6 @@ def _memory(spec: ClusterSpec) -> str:
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("ports", _ports),
     ("shared memory", _shared_memory),
-    ("transfer", _transfer),
     ("tls", _tls),
     ("callers", _auth),
     ("run folder", _run_folder),

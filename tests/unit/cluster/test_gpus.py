@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 from cluster.devices import Gpu, GpuReport
 from cluster.spec.gpu_probe import report
 from cluster.spec.gpus import probe_gpus, resolve_devices
 from cluster.spec.loader import load_spec
+from kvtransfer.transports.host_support import HostSupport
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
@@ -136,12 +138,14 @@ class FakeCuda:
 
 
 def test_the_probe_reports_each_gpu_and_who_reads_whom() -> None:
-    found = report("2.13.0", "12.8", FakeCuda())
+    host = HostSupport(lambda kind: "not installed" if kind == "nixl" else "", lambda: True)
+    found = report("2.13.0", "12.8", FakeCuda(), host)
     assert [(each.ordinal, each.name, each.uuid) for each in found.gpus] == [
         (0, "H200", "uuid-0"),
         (1, "H200", "uuid-1"),
     ]
     assert found.peers == {(0, 1)}
+    assert (found.missing, found.rdma) == ({"nixl": "not installed"}, True)
     assert GpuReport.model_validate_json(found.model_dump_json()) == found
 
 
@@ -149,3 +153,4 @@ def test_the_probe_of_this_machine_agrees_with_torch() -> None:
     found = probe_gpus()
     assert (found.torch, found.cuda) == (torch.__version__, torch.version.cuda)
     assert len(found.gpus) == torch.cuda.device_count()
+    assert ("nccl" in found.missing) == (not torch.distributed.is_nccl_available())

@@ -121,6 +121,28 @@ def test_workers_on_gpus_resolve_to_those_of_this_machine(make_spec: MakeSpec) -
 
 
 @pytest.mark.parametrize(
+    ("transport", "engine", "text"),
+    [
+        ("nccl", {"device": "cuda"}, "nccl: torch has no NCCL"),
+        ("nccl", {"kv_blocks": 32}, r"nccl: expected all workers on GPUs, got engine\.device cpu: set it to cuda"),
+        ("nixl", {"kv_blocks": 32}, "nixl: nixl is not installed"),
+    ],
+)
+def test_a_transport_that_cannot_work_here_is_refused_at_start(
+    make_spec: MakeSpec, transport: str, engine: dict[str, Any], text: str
+) -> None:
+    missing = {"nccl": "torch has no NCCL", "nixl": "nixl is not installed"}
+
+    def probe() -> GpuReport:
+        return two_gpus().model_copy(update={"missing": missing})
+
+    with pytest.raises(ConfigError, match=rf"^transfer\.transport: {text}") as refused:
+        resolve(make_spec(engine=engine, transfer={"transport": transport}), quiet, probe)
+    assert refused.value.field == "transfer.transport"
+    assert resolve(make_spec(engine={"device": "cuda"}, transfer={"transport": "auto"}), quiet, probe)
+
+
+@pytest.mark.parametrize(
     ("roles", "field", "text"),
     [
         ({"prefill": {"engine": {"kv_dtype": "int8"}}}, "prefill.engine.kv_dtype", "expected auto, as on decode"),

@@ -138,7 +138,7 @@ async def test_where_pools_cannot_map_each_other_bytes_go_over_host_memory(
         await complete(start(prefill, decode, seed))
     report = await prefill.ranks[0].expect(LinkReport, state="ready")
     assert report.transport == expected
-    assert ("host memory" in report.reason) is (transport == "auto")
+    assert "host memory" in report.reason
 
 
 @pytest.mark.parametrize("devices", [("cpu", ""), ("", "cpu")])
@@ -167,7 +167,8 @@ async def test_blocks_arrive_by_messages_between_devices(
     for seed in range(3):
         assert await complete(start(prefill, decode, seed)) == {"nccl"}
     report = await prefill.ranks[0].expect(LinkReport, state="ready")
-    assert (report.transport, report.reason) == ("nccl", "")
+    assert report.transport == "nccl"
+    assert report.reason == "mapped is faster here, and transfer.transport is nccl: set it to auto"
 
 
 @pytest.mark.slow

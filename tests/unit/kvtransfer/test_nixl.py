@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from kvtransfer.control import LinkReport, Received, Sent
 from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
-from kvtransfer.transports.factory import check_available
+from kvtransfer.transports.choice import check_available
+from kvtransfer.transports.host_support import why_no_nixl
 from kvtransfer.transports.nixl import runs_of
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
@@ -54,11 +54,11 @@ async def test_blocks_arrive_where_the_library_is_and_a_refusal_names_it_where_n
     await decode.attach()
     prefill.set_peers_of(decode)
     decode.set_peers_of(prefill)
-    if importlib.util.find_spec("nixl") is None:
+    if why_no_nixl():
         refused = await prefill.ranks[0].expect(LinkReport, state="refused")
         assert "pip install 'tandem-serve[nixl]'" in refused.reason
-        with pytest.raises(ConfigError, match=r"transfer\.transport: nixl needs the package nixl"):
-            check_available("nixl")
+        with pytest.raises(ConfigError, match=r"^transfer\.transport: nixl: nixl is not installed: pip install"):
+            check_available("nixl", on_gpu=False)
         return
     await prefill.linked(timeout_s=60.0)
     for seed in range(2):
