@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtransfer.control import REACHABLE
 from router.observe.metrics.instruments import cumulated
 from router.workers.fleet import ROLES, Fleet, Worker
 from tandem.config.spec import Role
@@ -191,7 +192,7 @@ def _links(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters
         for pair, links in pairs.items():
             sent.add_metric((*labels, *pair), sum(link.bytes for link in links))
             latency.add_metric((*labels, *pair), max(link.latency_s for link in links))
-            slow.add_metric((*labels, *pair), sum(link.state == "ready" and bool(link.reason) for link in links))
+            slow.add_metric((*labels, *pair), sum(link.state in REACHABLE and bool(link.reason) for link in links))
             if any(link.HasField("bytes_per_s") for link in links):
                 speed.add_metric((*labels, *pair), sum(link.bytes_per_s for link in links))
     yield from (sent, speed, latency, slow)

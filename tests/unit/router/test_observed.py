@@ -68,6 +68,21 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Clus
     assert metric("tandem_worker_preemptions_total") == 0  # of a worker that is gone nothing stays
 
 
+async def test_links_over_a_slower_transport_are_counted_also_while_they_rest(bare: Cluster) -> None:
+    bare.decode.meters = meters()
+    slow = "nccl: torch has no NCCL"
+    states = [("ready", slow), ("idle", slow), ("ready", ""), ("down", slow), ("connecting", slow)]
+    for rank, (state, reason) in enumerate(states):
+        bare.decode.meters.links.add(
+            peer_worker="p0", rank=rank, transport="tcp", state=state, reason=reason, bytes=1, latency_s=0.001
+        )
+    bare.decode.meters.links.add(peer_worker="p0", transport="mapped", state="ready", bytes=1, latency_s=0.001)
+    await bare.list_workers(bare.prefill, bare.decode)
+    labels = 'model="tiny",peer="p0",role="decode"'
+    assert bare.metric(f'tandem_worker_slow_links{{{labels},transport="tcp",worker="d0"}}') == 2
+    assert bare.metric(f'tandem_worker_slow_links{{{labels},transport="mapped",worker="d0"}}') == 0
+
+
 async def test_host_tiers_are_shown_of_workers_that_have_one(bare: Cluster) -> None:
     bare.decode.host_blocks = worker_pb2.HostBlocks(free=3, used=5, total=8)
     bare.decode.meters = meters(host_blocks_out=20, host_blocks_in=12)
