@@ -19,8 +19,17 @@
 {{- end -}}
 {{- end -}}
 {{- $transport := dig "transfer" "transport" "auto" .Values.cluster -}}
-{{- if and .Values.node.rdma.resource (ne $transport "nixl") -}}
-{{- fail (printf "node.rdma.resource: expected none with cluster.transfer.transport %s: only nixl uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: nixl with an image that has NIXL" $transport .Values.node.rdma.resource) -}}
+{{- $tls := include "tandem.internalSecret" (list . "head") -}}
+{{- if and $tls (has $transport (list "nccl" "nixl" "process_group")) -}}
+{{- fail (printf "cluster.transfer.transport: expected auto, mapped or tcp with tls.internal, got %s, which cannot be encrypted; set another transport, or remove tls.internal" $transport) -}}
+{{- end -}}
+{{- with .Values.node.rdma.resource -}}
+{{- if not (has $transport (list "auto" "nixl")) -}}
+{{- fail (printf "node.rdma.resource: expected none with cluster.transfer.transport %s: only nixl, which auto takes too, uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: auto with an image that has NIXL" $transport .) -}}
+{{- end -}}
+{{- if $tls -}}
+{{- fail (printf "node.rdma.resource: expected none with tls.internal: nixl cannot be encrypted, so %s would be reserved for nothing; remove one of them" .) -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
 {{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), because gateway.enabled is true" -}}

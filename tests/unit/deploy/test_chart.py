@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.spec import ClusterSpec, Role, TransferSpec, TransportKind
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"
@@ -114,8 +114,9 @@ def test_a_node_pod_has_all_its_devices(render: Render) -> None:
         assert volumes_of(each)["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
 
 
-def test_rdma_devices_are_those_of_the_nodes(render: Render) -> None:
-    rdma = "node.rdma.resource=rdma/hca_shared_devices_a,cluster.transfer.transport=nixl"
+@pytest.mark.parametrize("transport", ["auto", "nixl"])
+def test_rdma_devices_are_those_of_the_nodes(render: Render, transport: str) -> None:
+    rdma = f"node.rdma.resource=rdma/hca_shared_devices_a,cluster.transfer.transport={transport}"
     head, nodes = (container_of(each) for each in groups_of(render(*values("two-racks"), "--set", rdma)))
     assert nodes["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
     assert "rdma/hca_shared_devices_a" not in head["resources"]["limits"]
@@ -356,6 +357,26 @@ def test_a_wrong_value_fails_and_is_named(refusal: Callable[..., str], setting: 
     assert named in refusal("--set", setting)
 
 
+@pytest.mark.parametrize("transport", TransportKind)
+@pytest.mark.parametrize(
+    "tls",
+    [
+        "tls.internal.existingSecret=certs",
+        "tls.internal.certManager.enabled=true,tls.internal.certManager.issuerRef.name=x",
+    ],
+)
+def test_the_chart_refuses_with_tls_what_the_spec_refuses(
+    render: Render, refusal: Callable[..., str], transport: TransportKind, tls: str
+) -> None:
+    setting = f"cluster.transfer.transport={transport}"
+    assert cluster_spec(render("--set", setting)).transfer.transport is transport
+    if TransferSpec(transport=transport).can_encrypt:
+        assert cluster_spec(render("--set", f"{setting},{tls}")).security.tls is not None
+    else:
+        said = refusal("--set", f"{setting},{tls}")
+        assert f"cluster.transfer.transport: expected auto, mapped or tcp with tls.internal, got {transport}" in said
+
+
 EXPOSED = [
     ("service.type=LoadBalancer", "service.type is LoadBalancer"),
     ("service.type=NodePort", "service.type is NodePort"),
@@ -409,8 +430,12 @@ def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:
             "cluster.models[0].decode.tp: expected 1 with engine.device_share 0.45",
         ),
         (
-            'node.rdma.resource="rdma/hca"',
-            "node.rdma.resource: expected none with cluster.transfer.transport auto: only nixl uses RDMA devices",
+            'node.rdma.resource="rdma/hca",cluster.transfer.transport="tcp"',
+            "node.rdma.resource: expected none with cluster.transfer.transport tcp: only nixl, which auto takes too",
+        ),
+        (
+            'node.rdma.resource="rdma/hca",tls.internal.existingSecret="certs"',
+            "node.rdma.resource: expected none with tls.internal: nixl cannot be encrypted",
         ),
     ],
 )
