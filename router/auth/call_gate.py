@@ -65,7 +65,7 @@ class CallGate:
     def authenticate_again(self, call: Call, authorization: str | None) -> None:
         """As `authenticate`, with the keys that are loaded: a key may have expired since the call began."""
         if self._sources is not None:
-            call.principal = self._sources.authenticator.identify(authorization, call.access)
+            call.principal = self._sources.identify(authorization, call.access)
             call.tenant = call.principal.tenant
 
     def finish(self, call: Call) -> None:

@@ -96,6 +96,11 @@ class AuthSpec(Frozen):
         None, description="File of API keys, written by `tandem keys`, on every router host; reread when it changes."
     )
     jwt: JwtSpec | None = None
+    max_stale_s: Annotated[float, Field(gt=0)] = Field(
+        900.0,
+        description="If keys_file, jwt.jwks_file or jwt.jwks_url cannot be read for this long, its keys are refused with "
+        "503, because a revocation would not be seen.",
+    )
     audit_log: Name | None = Field(
         None, description="File, or `stdout`, for one JSON line per request: the caller and the outcome."
     )

@@ -1,0 +1,77 @@
+"""Keys that cannot be read again: accepted for a time, then refused, since a revocation would not be seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.auth.keys_file import change_keys
+from router.auth.principal import AccessLevel
+from router.auth.sources import KeySources, WatchedFile
+from tandem.config.auth import AuthSpec
+from tandem.errors import ConfigError, Unauthenticated, UnavailableError
+from tandem.testing.models import FakeClock
+from tests.unit.router.auth.conftest import Keys
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_lost_keys_file_is_accepted_for_a_time_and_then_refused_until_it_is_back(keys: Keys) -> None:
+    clock = FakeClock()
+    sources = KeySources(AuthSpec(keys_file=str(keys.path), max_stale_s=60.0), clock, poll_s=0.001)
+    key = keys.bearer("acme")["authorization"]
+    sources.start()
+    content = keys.path.read_text()
+    clock.advance(1000.0)
+    await _until(lambda: _is_accepted(sources, key))  # read again since
+    keys.path.unlink()
+    await asyncio.sleep(0.05)
+    clock.advance(59.0)
+    assert _is_accepted(sources, key)
+    clock.advance(2.0)
+    with pytest.raises(UnavailableError, match=r"max_stale_s") as refused:
+        sources.identify(key, AccessLevel.CALLER)
+    assert refused.value.wire.http_status == 503
+    with pytest.raises(Unauthenticated):
+        sources.identify("Bearer of-nobody", AccessLevel.CALLER)
+
+    keys.path.write_text(content)
+    keys.path.chmod(0o600)
+    change_keys(keys.path, lambda known: known.without(keys.ids["rival"]))
+    await _until(lambda: _is_accepted(sources, key))
+    with pytest.raises(Unauthenticated):
+        sources.identify(keys.bearer("rival")["authorization"], AccessLevel.CALLER)
+    await sources.close()
+
+
+def test_a_read_that_failed_once_is_tried_again_though_the_file_did_not_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, read, faults = tmp_path / "file", list[str](), [ConfigError("EIO"), ConfigError("EIO")]
+    path.write_text("old")
+
+    def load(path: Path) -> None:
+        if path.read_text() != "old" and faults:
+            raise faults.pop()
+        read.append(path.read_text())
+
+    watched = WatchedFile(path, load, FakeClock())
+    path.write_text("newer")
+    for _ in range(5):
+        watched.poll()
+    assert read == ["old", "newer"]
+    assert [each.message for each in caplog.records].count("EIO; the content loaded before stays in use") == 1
+
+
+def _is_accepted(sources: KeySources, key: str) -> bool:
+    try:
+        return sources.identify(key, AccessLevel.CALLER).tenant == "acme"
+    except UnavailableError:
+        return False
