@@ -110,6 +110,7 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
                 },
             }
         ],
+        **({} if Machines.of(layout, device).count == 1 else {"security": {"allow_plaintext": True}}),
         "router": {
             "max_prefill_tokens_in_flight": router.max_prefill_tokens_in_flight,
             "max_queued_requests": router.max_queued_requests,
@@ -142,6 +143,8 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
         yield f"It is {more}."
     if Machines.of(layout, device).count > 1:
         yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
+        yield "Ports between pods are not encrypted (allow_plaintext): nccl and nixl cannot be. With tls.internal, KV"
+        yield "blocks take tcp between machines, which the plan did not assume."
     if source.startswith("/"):
         yield f"Needs a volume with {source}: --set models.existingClaim=CLAIM (or models.hostPath)"
     elif source != DEMO_MODEL:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from tandem.config.auth import AuthSpec
+from tandem.config.auth import AuthSpec, is_loopback
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.frozen import Frozen
 from tandem.config.observability import ObservabilitySpec
@@ -254,6 +254,11 @@ class SecuritySpec(Frozen):
         None,
         description="Mutual TLS on every internal TCP port (docs/security.md): router to worker, KV plane, admin, Ray. "
         "`tandem certs init` creates the files.",
+    )
+    allow_plaintext: bool = Field(
+        False,
+        description="Without tls, internal ports listen on loopback only. true: control.admin_host and transfer.bind_host "
+        "may be other addresses all the same: everyone who reaches those ports can control the cluster and read its traffic.",
     )
 
 
@@ -545,6 +550,20 @@ class ClusterSpec(Frozen):
                 "autoscaler.enabled: expected a class in router.classes with batch false and with ttft_slo_s or "
                 "tpot_slo_s, the objectives of the autoscaler"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _internal_ports_are_closed(self) -> ClusterSpec:
+        if self.security.tls is not None or self.security.allow_plaintext:
+            return self
+        hosts = {"control.admin_host": self.control.admin_host, "transfer.bind_host": self.transfer.bind_host}
+        for field, host in hosts.items():
+            if not is_loopback(host):
+                raise ValueError(
+                    f"{field}: {host} is not loopback, and internal ports are not encrypted: set security.tls "
+                    "(`tandem certs init` makes the files), or `security.allow_plaintext: true` in a network where you "
+                    "trust everyone"
+                )
         return self
 
     @model_validator(mode="after")

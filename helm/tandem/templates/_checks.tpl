@@ -59,6 +59,13 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* Ports between pods need TLS or the spec's opt-out. Checked last: a value that another check refuses makes the pods several. */ -}}
+{{- define "tandem.checkInside" -}}
+{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalSecret" (list . "head"))) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
+{{- fail "tls.internal: expected existingSecret or certManager.enabled, because several pods exchange requests and KV blocks over the network; or set cluster.security.allow_plaintext: true, and rely on the chart's NetworkPolicies" -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Checks that the volume at /models can provide the models' sources. */ -}}
 {{- define "tandem.checkSources" -}}
 {{- if and .Values.models.existingClaim .Values.models.hostPath -}}

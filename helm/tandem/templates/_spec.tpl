@@ -17,11 +17,11 @@
 {{- if not (dig "control" "start_timeout_s" nil $spec) -}}
 {{- $_ := set $spec "control" (merge (dict "start_timeout_s" .Values.startupSeconds) (default dict $spec.control)) -}}
 {{- end -}}
-{{- $admin := ternary "${POD_IP}" "127.0.0.1" (eq (include "tandem.severalPods" .) "true") -}}
+{{- $several := eq (include "tandem.severalPods" .) "true" -}}
 {{- $set := dict
   "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)
-  "control" (dict "backend" "ray" "ray_address" "auto" "admin_host" $admin "admin_port" 50050)
-  "transfer" (dict "bind_host" "auto")
+  "control" (dict "backend" "ray" "ray_address" "auto" "admin_host" (ternary "${POD_IP}" "127.0.0.1" $several) "admin_port" 50050)
+  "transfer" (dict "bind_host" (ternary "auto" "127.0.0.1" $several))
   "redis" (dict "mode" "embedded") -}}
 {{- if ne .Values.redis.mode "embedded" -}}
 {{- $_ := set $set "redis" (dict "mode" "external" "url" "${TANDEM_REDIS_URL}") -}}

@@ -76,7 +76,7 @@ def test_every_rendered_spec_is_a_valid_cluster_spec(render: Render, name: str) 
     spec = cluster_spec(render(*values(name)))
     assert (spec.router.http_host, spec.router.grpc_host) == (POD_IP, POD_IP)
     assert (spec.control.backend, spec.control.ray_address) == ("ray", "auto")
-    assert spec.transfer.bind_host == "auto"
+    assert spec.transfer.bind_host == ("auto" if name == "two-racks" else "127.0.0.1")
 
 
 def test_values_under_cluster_reach_the_spec(render: Render) -> None:
@@ -350,6 +350,10 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("node.onHead=false", "node.replicas: expected at least 1"),
         ("node.minReplicas=2", "node.minReplicas: expected at most"),
         ("redis.mode=external,redis.external.existingSecret=x,node.replicas=9", "node.maxReplicas: expected at least"),
+        (
+            "node.replicas=1,redis.mode=external,redis.external.existingSecret=x",
+            "tls.internal: expected existingSecret",
+        ),
         ("terminationGracePeriodSeconds=20", "terminationGracePeriodSeconds: expected at least 45"),
     ],
 )

@@ -24,6 +24,18 @@ def test_on_loopback_nobody_is_asked_unless_keys_are_given(host: str) -> None:
     assert spec(host, mode="required", jwt=JWT).security.auth.required
 
 
+@pytest.mark.parametrize("field", ["control.admin_host", "transfer.bind_host"])
+@pytest.mark.parametrize("host", ["10.0.0.1", "auto", "example.org"])
+def test_internal_ports_beyond_loopback_need_tls_or_the_written_opt_out(field: str, host: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_spec(None, {field: host}, environ={})
+    assert refused.value.message.startswith(f"{field}: {host} is not loopback")
+    assert "`security.allow_plaintext: true`" in refused.value.message
+    load_spec(None, {field: host, "security.allow_plaintext": True}, environ={})
+    tls = {f"security.tls.{each}": "f.pem" for each in ("cert", "key", "ca")}
+    load_spec(None, {field: host} | tls, environ={})
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""])
 def test_beyond_loopback_the_start_is_refused_with_field_and_remedy(host: str) -> None:
     for field in ("http_host", "grpc_host"):
