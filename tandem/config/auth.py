@@ -98,7 +98,7 @@ class AuthSpec(Frozen):
     jwt: JwtSpec | None = None
     max_stale_s: Annotated[float, Field(gt=0)] = Field(
         900.0,
-        description="If keys_file, jwt.jwks_file or jwt.jwks_url cannot be read for this long, its keys are refused with "
+        description="If keys_file, jwt.jwks_file or jwt.jwks_url cannot be read for this long, keys are refused with "
         "503, because a revocation would not be seen.",
     )
     audit_log: Name | None = Field(

@@ -257,8 +257,8 @@ class SecuritySpec(Frozen):
     )
     allow_plaintext: bool = Field(
         False,
-        description="Without tls, internal ports listen on loopback only. true: control.admin_host and transfer.bind_host "
-        "may be other addresses all the same: everyone who reaches those ports can control the cluster and read its traffic.",
+        description="Without tls, internal ports must be on loopback. true: control.admin_host and transfer.bind_host "
+        "may be other addresses, and everyone who reaches them can control the cluster and read its traffic.",
     )
 
 
