@@ -192,6 +192,7 @@ class RouterApp:
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,
+            bodies=self.bodies,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
             tls=tls,

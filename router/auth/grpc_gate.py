@@ -69,18 +69,15 @@ class CallContext:
 
 
 def _with_call(handler: Any, call: Call) -> Any:
-    """A handler of the same kind whose method gets a CallContext. Methods are coroutines, as those of GuardedServer:
-    grpc.aio would run any other function in a thread."""
-    method = handler.unary_unary or handler.unary_stream or handler.stream_stream
+    """A handler of the same kind whose method gets a CallContext. Methods are coroutines and take streams, as those of
+    GuardedServer: grpc.aio would run any other function in a thread."""
+    method = handler.stream_unary or handler.stream_stream
 
-    async def with_call(request: Any, context: Any) -> Any:
+    async def with_call(requests: Any, context: Any) -> Any:
         call.source = source_of(context)
-        return await method(request, CallContext(context, call))
+        return await method(requests, CallContext(context, call))
 
-    if handler.unary_unary is not None:
-        kind = grpc.unary_unary_rpc_method_handler
-    else:
-        kind = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
+    kind = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.stream_unary_rpc_method_handler
     return kind(with_call, handler.request_deserializer, handler.response_serializer)
 
 

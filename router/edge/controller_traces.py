@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-import grpc
-
 from router.observe.request_tap import RequestTap
 from router.observe.trace import MAX_TRACES, TraceStore
-from tandem.errors import TandemError
+from tandem.errors import TandemError, Unauthenticated
 from tandem.rpc.grpc_errors import abort
 from tandem.v1 import trace_pb2
 from tandem.v1.trace_pb2_grpc import TracesServicer
@@ -22,7 +20,7 @@ SECRET_KEY = "tandem-controller-secret"
 
 class TracesEdge(TracesServicer):
     """Args: `snapshot` returns the router's state, `demand` the load that clients offer. `secret` comes from the
-    controller that started this router; None: every call is refused."""
+    controller that started this router; None: every call is refused. GuardedServer calls `check` before each method."""
 
     def __init__(
         self,
@@ -39,21 +37,18 @@ class TracesEdge(TracesServicer):
         self._secret = secret
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
-        await self._check(context)
         try:
             return self._traces.get(request.request_id).to_wire()
         except TandemError as error:
             await abort(context, error)
 
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
-        await self._check(context)
         found = self._traces.latest(min(request.limit, MAX_TRACES))
         return trace_pb2.ListTracesResponse(traces=[trace.to_wire() for trace in found])
 
     async def RecordRequests(
         self, request: trace_pb2.RecordRequestsRequest, context: Any
     ) -> AsyncIterator[trace_pb2.LoggedRequest]:
-        await self._check(context)
         try:
             async with aclosing(self._tap.listen(request.salt, request.model)) as logged:
                 async for each in logged:
@@ -62,16 +57,13 @@ class TracesEdge(TracesServicer):
             await abort(context, error)
 
     async def GetSnapshot(self, request: trace_pb2.GetSnapshotRequest, context: Any) -> trace_pb2.RouterSnapshot:
-        await self._check(context)
         return trace_pb2.RouterSnapshot(json=self._snapshot())
 
     async def GetDemand(self, request: trace_pb2.GetDemandRequest, context: Any) -> trace_pb2.RouterDemand:
-        await self._check(context)
         return self._demand()
 
-    async def _check(self, context: Any) -> None:
+    def check(self, context: Any) -> None:
+        """Raises Unauthenticated for a call that does not show the secret."""
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if self._secret is None or not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "traces are for the controller only: use `tandem trace`"
-            )
+            raise Unauthenticated("traces are for the controller only: use `tandem trace`")

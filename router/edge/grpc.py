@@ -12,9 +12,13 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from router.auth.call import Call
+from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
 from router.edge.controller_traces import TracesEdge
-from router.edge.limits.grpc import CallLimit, GuardedServer
+from router.edge.limits.arrivals import Arrivals, MessageBudget
+from router.edge.limits.bodies import BodyBudget
+from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
 from router.edge.openai.request_schema import MAX_MESSAGES
@@ -35,10 +39,13 @@ from tandem.version import tandem_version
 SERVICE = "tandem.v1.Inference"
 MAX_GENERATE_CALLS = 256  # with more, grpc.aio was seen to cancel calls itself
 MAX_CALLS = 512
-MAX_PUBLIC_STREAMS = 64  # health watches and reflection, of all clients
+MAX_STREAMS = 256  # that take several messages, mostly idle; each may hold one that is unfinished
+MAX_PUBLIC_STREAMS = 256  # health watches and reflection
+SHARE_OF_ONE = 4  # one key, or one address without keys, may hold a quarter of either kind of stream
+MAX_PUBLIC_WAITS = 64
+PUBLIC_MESSAGE_S = 1.0  # a probe sends its few bytes with its headers
 MAX_OPEN_CALLS = 8192  # a finished call counts until its client has read the end
 SHUTDOWN_GRACE_S = 5.0
-MAX_IDLE_MS = 600_000  # a client's channel reconnects itself
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -201,6 +208,10 @@ def _finished(final: Final) -> pb.Finished:
     )
 
 
+def _streams(most: int) -> CallLimit:
+    return CallLimit(most, most // SHARE_OF_ONE, "open streams")
+
+
 class GrpcServer:
     def __init__(
         self,
@@ -210,6 +221,7 @@ class GrpcServer:
         host: str,
         port: int,
         max_message_bytes: int,
+        bodies: BodyBudget,
         max_connections: int,
         client_timeout_s: float,
         tls: EdgeTls | None = None,
@@ -225,20 +237,30 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", MAX_CALLS),  # per connection
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.server_handshake_timeout_ms", round(client_timeout_s * 1000)),
-                ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+                ("grpc.max_connection_idle_ms", round(MAX_IDLE_S * 1000)),  # a client's channel reconnects itself
             ),
             maximum_concurrent_rpcs=MAX_OPEN_CALLS,
         )
-        limit = CallLimit(MAX_GENERATE_CALLS)
-        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, calls))
+
+        def guard(max_calls: int, gate: CallGate | None = None, **limits: Any) -> grpc.aio.Server:
+            return cast(grpc.aio.Server, GuardedServer(self._server, max_calls, client_timeout_s, gate, **limits))
+
+        limit, budget = CallLimit(MAX_GENERATE_CALLS), MessageBudget(bodies, max_message_bytes)
+        guarded = guard(
+            MAX_CALLS,
+            calls,
+            arrivals=Arrivals(MAX_CALLS, client_timeout_s, setting="router.client_timeout_s", budget=budget),
+            streams=_streams(MAX_STREAMS),
+        )
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        # With a limit of their own, so that requests cannot displace probes and the controller.
-        separate = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
+        # With limits of their own, so that requests cannot displace probes and the controller.
+        separate = guard(MAX_OPEN_CALLS, admit=traces.check)
         add_TracesServicer_to_server(traces, separate)
         # Needs no key, and its streams have no end.
-        streams = MAX_PUBLIC_STREAMS
-        public = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, max_streams=streams))
+        streams = _streams(MAX_PUBLIC_STREAMS)
+        arrivals = Arrivals(MAX_PUBLIC_WAITS, PUBLIC_MESSAGE_S)
+        public = guard(MAX_CALLS, arrivals=arrivals, streams=streams, answers=streams)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, public)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

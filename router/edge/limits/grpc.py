@@ -1,5 +1,6 @@
-"""Limits of the gRPC edge, around every method: concurrent calls, what a message may hold, and how long a client may
-leave an answer unread. It also echoes the client's ids, and reports the end of a call for the audit log."""
+"""Limits of the gRPC edge, around every method: concurrent calls, the time for a message and what it may hold, and how
+long a client may leave an answer unread. It also echoes the client's ids, and reports the end of a call for the audit
+log."""
 
 from __future__ import annotations
 
@@ -14,37 +15,24 @@ from google.protobuf.message import Message
 
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import call_of
+from router.edge.limits.arrivals import Arrivals, caller_of, messages
+from router.edge.limits.calls import CallLimit
 from router.edge.limits.proto import decoder
 from router.request_ids import echoed, name_call
-from tandem.errors import ErrorCode, OverloadedError, RequestCancelled, TandemError
+from tandem.errors import ErrorCode, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import abort
 
 Decode = Callable[[bytes], Message]
 Method = Callable[[Any, Any], Any]
+Admit = Callable[[Any], None]
+MAX_IDLE_S = 600.0  # between two messages of a stream
 _STATUS_TIMEOUT_S = 0.1
-
-
-class CallLimit:
-    """`with limit:` around a call. Raises OverloadedError if too many calls are running."""
-
-    def __init__(self, max_calls: int) -> None:
-        self._max_calls = max_calls
-        self._calls = 0
-
-    def __enter__(self) -> None:
-        if self._calls >= self._max_calls:
-            text = f"expected at most {self._max_calls} concurrent calls; retry later"
-            raise OverloadedError(text, retry_after_s=1.0)
-        self._calls += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._calls -= 1
 
 
 class GuardedServer:
     """Generated code adds a servicer to it in place of `server`; it wraps the methods and passes them on.
 
-    Args: at most `max_calls` run at a time. The library's own limit also counts calls whose clients read nothing.
+    Every method reads its messages itself, so the guard begins with the headers of a call.
     """
 
     def __init__(
@@ -53,14 +41,22 @@ class GuardedServer:
         max_calls: int,
         client_timeout_s: float,
         calls: CallGate | None = None,
-        max_streams: int | None = None,
+        *,
+        arrivals: Arrivals | None = None,
+        streams: CallLimit | None = None,
+        answers: CallLimit | None = None,
+        admit: Admit | None = None,
     ) -> None:
-        """`calls`: gets the end of each call that GrpcGate began. `max_streams`: streams run under this limit instead,
-        because they may be endless."""
+        """At most `max_calls` run at a time. `streams`, `answers`: replace that limit for methods that take, and that
+        answer with, several messages, as a client may keep such a call for ever. `calls`: gets the end of each call
+        that GrpcGate began. `admit`: gets the context of each call before its message; it may raise TandemError."""
         self._server = server
         self._limit = CallLimit(max_calls)
-        self._streams = self._limit if max_streams is None else CallLimit(max_streams)
+        self._streams = streams or self._limit
+        self._answers = answers or self._limit
         self._calls = calls
+        self._arrivals = arrivals or Arrivals(max_calls, client_timeout_s)
+        self._admit = admit
         self._client_timeout_s = client_timeout_s
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -71,49 +67,56 @@ class GuardedServer:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
 
     def _guarded(self, handler: Any) -> Any:
-        """The handler of a method, with one that takes bytes in place of messages."""
+        """The handler of a method, with one that takes a stream of bytes in place of messages."""
         decode = decoder(handler.request_deserializer.__self__)
         serializer = handler.response_serializer
         if handler.unary_unary is not None:
             call = self._unary(handler.unary_unary, decode)
-            return grpc.unary_unary_rpc_method_handler(call, response_serializer=serializer)
+            return grpc.stream_unary_rpc_method_handler(call, response_serializer=serializer)
         if handler.unary_stream is not None:
             call = self._unary_stream(handler.unary_stream, decode)
-            return grpc.unary_stream_rpc_method_handler(call, response_serializer=serializer)
-        call = self._stream_stream(handler.stream_stream, decode)
+        else:
+            call = self._stream_stream(handler.stream_stream, decode)
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=serializer)
 
     def _unary(self, method: Method, decode: Decode) -> Method:
-        async def call(data: bytes, context: Any) -> Any:
-            async with self._limited(context, self._limit):
-                return await method(decode(data), context)
+        async def call(_: object, context: Any) -> Any:
+            async with self._checked(context):
+                data = await self._arrivals.message(context)
+                with self._limit:
+                    return await method(decode(data), context)
 
         return call
 
     def _unary_stream(self, method: Method, decode: Decode) -> Method:
-        async def call(data: bytes, context: Any) -> None:
-            async with self._limited(context, self._streams):
-                responses = method(decode(data), context)
-                if inspect.isawaitable(responses):  # the library's health service writes its answers itself
-                    await responses
-                else:
-                    await _write_all(responses, context, self._client_timeout_s)
+        async def call(_: object, context: Any) -> None:
+            async with self._checked(context):
+                data = await self._arrivals.message(context)
+                with self._answers.of(caller_of(context)):
+                    responses = method(decode(data), context)
+                    if inspect.isawaitable(responses):  # the library's health service writes its answers itself
+                        await responses
+                    else:
+                        await _write_all(responses, context, self._client_timeout_s)
 
         return call
 
     def _stream_stream(self, method: Method, decode: Decode) -> Method:
-        async def call(arriving: AsyncIterator[bytes], context: Any) -> None:
-            async with self._limited(context, self._streams):
-                requests = (decode(data) async for data in arriving)
-                await _write_all(method(requests, context), context, self._client_timeout_s)
+        async def call(_: object, context: Any) -> None:
+            async with self._checked(context):
+                with self._streams.of(caller_of(context)):
+                    requests = (decode(data) async for data in messages(context, MAX_IDLE_S))
+                    await _write_all(method(requests, context), context, self._client_timeout_s)
 
         return call
 
     @contextlib.asynccontextmanager
-    async def _limited(self, context: Any, limit: CallLimit) -> AsyncIterator[None]:
+    async def _checked(self, context: Any) -> AsyncIterator[None]:
         await _echo(context)
         try:
-            with limit, self._reported(context):
+            if self._admit is not None:
+                self._admit(context)
+            with self._reported(context):
                 yield
         except TandemError as error:
             await abort(context, error)

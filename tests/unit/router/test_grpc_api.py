@@ -7,7 +7,7 @@ from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.edge.grpc import MAX_PUBLIC_STREAMS
+from router.edge.grpc import MAX_PUBLIC_STREAMS, SHARE_OF_ONE
 from router.testing.stub_worker import until
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound
@@ -133,7 +133,7 @@ async def test_deadline_cancels_the_request_on_both_workers(cluster: Cluster) ->
 
 async def test_watches_that_need_no_key_are_few_and_displace_nothing(cluster: Cluster) -> None:
     stub = health_pb2_grpc.HealthStub(cluster.channel)
-    watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_PUBLIC_STREAMS)]
+    watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_PUBLIC_STREAMS // SHARE_OF_ONE)]
     for watch in watches:
         await watch.read()
     with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -11,12 +11,13 @@ import grpc
 import psutil
 import pytest
 
+from router.edge.controller_traces import SECRET_KEY
 from router.testing.bodies import CHAT_HEAD, HEAD, items, multiplying_bodies
 from tandem.config.spec import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import SECRET, Cluster
 
 MODEL = "tiny"
 MIB = 1 << 20
@@ -276,7 +277,7 @@ async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(clu
     ],
 )
 async def test_services_beside_the_clients_refuse_bytes_that_are_no_message(cluster: Cluster, method: str) -> None:
-    call = cluster.raw_stream(method)(b"\xff" * 100)
+    call = cluster.raw_stream(method)(b"\xff" * 100, metadata=((SECRET_KEY, SECRET),))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from router.edge.limits.grpc import CallLimit
+from router.edge.limits.calls import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField

@@ -1,0 +1,63 @@
+"""Streams that a key keeps open, and calls without one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from router.edge import grpc as edge
+from tandem.config.spec import RouterSpec
+from tandem.errors import OverloadedError, Unauthenticated
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.rpc.grpc_errors import error_from_rpc
+from tests.unit.router.auth.conftest import Keys
+from tests.unit.router.conftest import Cluster
+
+STREAMS_OF_ONE = 4
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch) -> RouterSpec:
+    monkeypatch.setattr(edge, "MAX_STREAMS", STREAMS_OF_ONE * edge.SHARE_OF_ONE)
+    return RouterSpec(http_port=0, grpc_port=0)
+
+
+def streams(cluster: Cluster, metadata: Any, count: int) -> list[Any]:
+    method: Any = cluster.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    return [method(metadata=metadata) for _ in range(count)]
+
+
+async def end_of(call: Any) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async with asyncio.timeout(10):
+            await call.read()
+    return error_from_rpc(ended.value)
+
+
+async def test_the_idle_streams_of_one_key_leave_places_to_others(cluster: Cluster, keys: Keys) -> None:
+    idle = streams(cluster, keys.metadata("acme"), 2 * edge.MAX_STREAMS)
+    ends = [asyncio.create_task(end_of(call)) for call in idle]
+    async with asyncio.timeout(5):
+        while sum(each.done() for each in ends) < len(idle) - STREAMS_OF_ONE:
+            await asyncio.sleep(0.01)
+    errors = [each.result() for each in ends if each.done()]
+    assert all(isinstance(error, OverloadedError) for error in errors)
+    assert {str(error) for error in errors} == {
+        f"expected at most {STREAMS_OF_ONE} open streams of one key or address; end some, or retry later"
+    }
+    [other] = streams(cluster, keys.metadata("rival"), 1)
+    await other.write(oip.ModelInferRequest(model_name="nope", id="1").SerializeToString())
+    assert oip.ModelStreamInferResponse.FromString(await other.read()).infer_response.id == "1"
+    other.cancel()
+    for call in idle:
+        call.cancel()
+    await asyncio.wait(ends)
+
+
+async def test_a_call_without_a_key_is_refused_before_its_message(cluster: Cluster, keys: Keys) -> None:
+    for metadata in ((), (("authorization", "Bearer wrong"),)):
+        async with asyncio.timeout(5):
+            assert isinstance(await end_of(streams(cluster, metadata, 1)[0]), Unauthenticated)
