@@ -11,6 +11,7 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
+from router.admission.fair_threads import PARSER_THREADS
 from router.auth.call_gate import CallGate
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.feed import Feed
@@ -53,8 +54,6 @@ from tandem.telemetry.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
-
-PARSER_THREADS = 2
 
 
 class RouterApp:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+from router.admission.fair_threads import PARSER_THREADS, FairThreads
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.principal import ANONYMOUS
@@ -15,7 +16,14 @@ from router.request_ids import new_request_id
 from router.request_terms import RequestTerms, TermsParser
 from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
-from router.requests.validation import Message, RawRequest, ServingModel, ValidRequest
+from router.requests.validation import (
+    CHARS_PER_TOKEN_OFTEN,
+    Message,
+    RawRequest,
+    ServingModel,
+    ValidRequest,
+    prompt_chars,
+)
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
 
@@ -42,6 +50,7 @@ class RouterService:
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
+        self.threads = FairThreads(executor, PARSER_THREADS)
         self.calls = calls
         self._readiness = readiness
         self._terms = terms
@@ -134,7 +143,12 @@ class RouterService:
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
             salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
             return model, await model.parse(
-                raw, self.executor, max_model_tokens=limit, request_id=request_id, cache_salt=salt
+                raw,
+                self.threads,
+                tenant="" if terms is None else terms.tenant,
+                max_model_tokens=limit,
+                request_id=request_id,
+                cache_salt=salt,
             )
         except InputError as error:
             self.rejected(raw.model, error)
@@ -177,22 +191,33 @@ class RouterService:
     async def tokenize(
         self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
     ) -> tuple[ServingModel, tuple[int, ...]]:
-        """Raises ModelNotFound, InputError, RateLimited."""
-        found = self._count_call(model, call)
-        return found, await found.tokenize(prompt, self.executor, special_tokens=special_tokens)
+        """Bills an estimate before it tokenizes, and then the difference.
+
+        Raises ModelNotFound, InputError, RateLimited.
+        """
+        estimate = prompt_chars(prompt) // CHARS_PER_TOKEN_OFTEN
+        found = self._bill_tokens(model, estimate, call)
+        tokens = await found.tokenize(prompt, self.threads, _tenant_of(call), special_tokens=special_tokens)
+        if call is not None:
+            call.add_prompt(found.name, len(tokens) - estimate)
+        return found, tokens
 
     async def detokenize(self, model: str, tokens: Sequence[int], call: Call | None = None) -> str:
         """The text of token ids, special tokens included. Raises ModelNotFound, InputError, RateLimited."""
-        found = self._count_call(model, call)
-        return await found.detokenize(tokens, self.executor)
+        found = self._bill_tokens(model, len(tokens), call)
+        return await found.detokenize(tokens, self.threads, _tenant_of(call))
 
-    def _count_call(self, name: str, call: Call | None) -> ServingModel:
-        """The model of a call that submits no request; counts against the caller's request rate."""
+    def take_request(self, call: Call | None) -> None:
+        """Counts a call that submits no request against its key's limit. Call on arrival. Raises RateLimited."""
         if call is not None:
             call.take_request()
+
+    def _bill_tokens(self, name: str, tokens: int, call: Call | None) -> ServingModel:
+        """The model of a call that submits no request. Raises ModelNotFound, RateLimited."""
         model = self.model(name, call, required=False)
         if call is not None:
-            call.model = model.name
+            call.check_prompt(tokens)
+            call.add_prompt(model.name, tokens)
         return model
 
     def rejected(self, model: str, error: TandemError) -> None:
@@ -212,6 +237,10 @@ def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:
     """Prompt tokens that the answers cost: of the first choice, or of each if the prompt's logprobs are wanted."""
     each = ((1 if request.sampling.prompt_logprobs is None else choices, request) for request in requests)
     return sum(times * request.prompt_tokens for times, request in each)
+
+
+def _tenant_of(call: Call | None) -> str:
+    return "" if call is None else call.tenant
 
 
 def _authenticated_tenant(terms: RequestTerms | None) -> str:

@@ -79,6 +79,7 @@ class InferenceEdge(InferenceServicer):
                 stream.cancel()  # also on the client's cancellation and deadline
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self._service.take_request(call_of(context))
         prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
         if not prompt:
             raise InputError("input: expected prompt or chat, got neither", field="input")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +39,7 @@ from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.request_ids import RequestIds
+from router.request_terms import TENANT
 from router.requests.answers import Answers
 from router.requests.validation import RawRequest
 from router.service import RouterService
@@ -139,6 +139,7 @@ class HttpEdge:
         )
 
     async def tokenize(self, request: Request) -> Response:
+        self._service.take_request(call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
         special = parsed.add_special_tokens is not False
         call = call_of(request.scope)
@@ -146,6 +147,7 @@ class HttpEdge:
         return JsonResponse(TokenizeAnswer(len(tokens), model.max_model_tokens, tokens))
 
     async def detokenize(self, request: Request) -> Response:
+        self._service.take_request(call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
         text = await self._service.detokenize(parsed.model, parsed.tokens, call_of(request.scope))
         return JsonResponse(DetokenizeAnswer(text))
@@ -199,8 +201,8 @@ class HttpEdge:
                         counted += more
             if len(body) <= INLINE_BODY_BYTES:
                 parsed = parse(bytes(body))
-            else:  # in few threads, as each keeps memory of the largest body that it parsed
-                parsed = await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
+            else:
+                parsed = await self._service.threads.run(_tenant(request), len(body), partial(parse, bytes(body)))
         except (InputError, OverloadedError) as error:
             self._service.rejected("", error)
             raise
@@ -245,6 +247,12 @@ async def _answer(request: Request, answers: Answers, form: AnswerFormat, batche
         if not handed_over:
             answers.cancel()
             connection.when_lost(None)
+
+
+def _tenant(request: Request) -> str:
+    """That of the key; without keys the one that the client claims."""
+    call = call_of(request.scope)
+    return request.headers.get(TENANT, "") if call is None else call.tenant
 
 
 @cache

@@ -5,15 +5,14 @@ Long prompts are tokenized and hashed in a thread, so that they do not delay the
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
+from router.admission.fair_threads import FairThreads
 from router.request_ids import new_request_id
 from router.requests.detokenizer import stop_automaton
 from tandem.checkpoint.model_config import ModelConfig
@@ -131,8 +130,9 @@ class ServingModel:
     async def parse(
         self,
         raw: RawRequest,
-        executor: Executor,
+        threads: FairThreads,
         *,
+        tenant: str = "",
         max_model_tokens: int | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
@@ -141,24 +141,25 @@ class ServingModel:
         at most 64 bytes. Raises InputError with the field."""
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
-        if _is_short(raw.prompt) and sum(map(len, raw.sampling.stop)) <= INLINE_STOP_CHARS:
+        stop_chars = sum(map(len, raw.sampling.stop))
+        if _is_short(raw.prompt) and stop_chars <= INLINE_STOP_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        return await threads.run(tenant, prompt_chars(raw.prompt) + stop_chars, work)
 
     async def tokenize(
-        self, prompt: str | tuple[Message, ...], executor: Executor, *, special_tokens: bool
+        self, prompt: str | tuple[Message, ...], threads: FairThreads, tenant: str, *, special_tokens: bool
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt. Raises InputError, ContextExceeded."""
         work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
-        return work() if _is_short(prompt) else await asyncio.get_running_loop().run_in_executor(executor, work)
+        return work() if _is_short(prompt) else await threads.run(tenant, prompt_chars(prompt), work)
 
-    async def detokenize(self, tokens: Sequence[int], executor: Executor) -> str:
+    async def detokenize(self, tokens: Sequence[int], threads: FairThreads, tenant: str) -> str:
         """Raises InputError."""
         self._check_ids("tokens", tokens)
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)
         if len(tokens) <= INLINE_PROMPT_TOKENS:
             return decode()
-        return await asyncio.get_running_loop().run_in_executor(executor, decode)
+        return await threads.run(tenant, len(tokens) * CHARS_PER_TOKEN_OFTEN, decode)
 
     def tokenizer_info(self) -> dict[str, str | int | None]:
         """Tokenizer facts for clients that tokenize themselves."""
@@ -313,8 +314,13 @@ def _is_chat(prompt: tuple[int, ...] | tuple[Message, ...]) -> bool:
 
 
 def _is_short(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> bool:
-    if isinstance(prompt, str):
-        return len(prompt) <= INLINE_PROMPT_CHARS
-    if _is_chat(prompt):
-        return sum(len(each.content) for each in prompt if isinstance(each, Message)) <= INLINE_PROMPT_CHARS
+    if isinstance(prompt, str) or _is_chat(prompt):
+        return prompt_chars(prompt) <= INLINE_PROMPT_CHARS
     return len(prompt) <= INLINE_PROMPT_TOKENS
+
+
+def prompt_chars(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> int:
+    """What it costs to parse: its characters, or those that its token ids often stand for."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(each.content) if isinstance(each, Message) else CHARS_PER_TOKEN_OFTEN for each in prompt)
