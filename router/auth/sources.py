@@ -156,7 +156,9 @@ class KeySources:
     def identify(self, authorization: str | None, access: AccessLevel) -> Principal:
         """As `Authenticator.identify`. Raises UnavailableError if a revocation may have been missed."""
         principal = self.authenticator.identify(authorization, access)
-        sources = self._files if self._fetched is None else [*self._files, self._fetched]
+        sources: list[WatchedFile | FetchedKeys] = [*self._files]
+        if self._fetched is not None:
+            sources.append(self._fetched)
         stale_s = self._clock.now_s() - min(each.current_s for each in sources)
         if stale_s > self._max_stale_s:
             raise UnavailableError(
