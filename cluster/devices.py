@@ -116,6 +116,11 @@ class DeviceBook:
         ordinals = [pinned_ordinal(device) for device in devices]
         self._given[group] = tuple(each for each in ordinals if each is not None), round(share * _UNITS)
 
+    def of(self, group: str) -> tuple[str, ...]:
+        """The devices of a group, in the order of its ranks; empty if it has none."""
+        chosen, _ = self._given.get(group, ((), 0))
+        return tuple(map(device_name, chosen))
+
     def release(self, group: str) -> None:
         self._given.pop(group, None)
 
@@ -123,7 +128,7 @@ class DeviceBook:
         free = dict.fromkeys(self.ordinals, _UNITS)
         for chosen, units in self._given.values():
             for ordinal in chosen:
-                free[ordinal] -= units
+                free[ordinal] = free.get(ordinal, 0) - units  # a dead GPU may be held and not seen any more
         return free
 
     def _refusal(self, group: str, ranks: int, share: float, device: str) -> str:

@@ -58,6 +58,14 @@ class Backend(Protocol):
         """The last record; empty if there was none."""
         ...
 
+    def hold(self, group: str, devices: Sequence[str], each: Resources) -> None:
+        """Reserves the devices that an earlier controller recorded for a group, before any group is placed."""
+        ...
+
+    def devices(self, group: str) -> tuple[str, ...]:
+        """What to record for `hold`, a device for each member; empty if the backend itself outlives the controller."""
+        ...
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         """Reserves one host for all members of the group, and a different GPU of it for each member that uses one. A
         member sees all GPUs of its host. A group that an earlier controller placed stays where it is.

@@ -362,6 +362,12 @@ class RayBackend:
                     return f"Ray has not answered for {LEASE_S:g} s ({type(error).__name__})"
             await asyncio.sleep(RENEW_S)
 
+    def hold(self, group: str, devices: Sequence[str], each: Resources) -> None:
+        """Does nothing: a placement group keeps its devices."""
+
+    def devices(self, group: str) -> tuple[str, ...]:
+        return ()
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         resources = tuple(members)
         reservation = _Reservation(resources, self._found(group) or self._reserve(group, resources), [])

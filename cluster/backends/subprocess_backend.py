@@ -56,16 +56,15 @@ class SubprocessBackend:
     async def kept(self) -> str:
         return await self._keeper.kept()
 
+    def hold(self, group: str, devices: Sequence[str], each: Resources) -> None:
+        self._devices.take(group, devices, each.gpus)
+
+    def devices(self, group: str) -> tuple[str, ...]:
+        return self._devices.of(group)
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        names = [f"{group}.{index}" for index in range(len(members))]
-        running = await self._keeper.members()
-        devices = [running[name].device for name in names if name in running]
-        first = members[0]  # the ranks of a worker are alike
-        if len(devices) == len(members):
-            self._devices.take(group, devices, first.gpus)
-        else:
-            devices = list(self._assign(group, len(members), first))
-        return [LocalMember(name, self._keeper, device) for name, device in zip(names, devices, strict=True)]
+        devices = self._devices.of(group) or self._assign(group, len(members), members[0])  # its ranks are alike
+        return [LocalMember(f"{group}.{index}", self._keeper, device) for index, device in enumerate(devices)]
 
     def _assign(self, group: str, ranks: int, each: Resources) -> Sequence[str]:
         return self._devices.assign(group, ranks, each.gpus, each.device) if each.gpus else [CPU] * ranks

@@ -31,7 +31,7 @@ class WorkerState(StrEnum):
 
 class WorkerRecord(Frozen):
     """One worker. `info`: the `WorkerInfo` with which its epoch registered, as serialized bytes in hexadecimal; empty:
-    it has not."""
+    it has not. `devices`: of its ranks, reserved also after it was given up; empty: CPUs, or the backend knows them."""
 
     worker_id: str
     model: str
@@ -42,6 +42,7 @@ class WorkerRecord(Frozen):
     reason: str
     was_ever_ready: bool
     info: str = ""
+    devices: tuple[str, ...] = ()
 
 
 class RouterRecord(Frozen):

@@ -94,7 +94,7 @@ class WorkerSlot:
             self.info = cluster_pb2.WorkerInfo.FromString(bytes.fromhex(record.info))
             self._ready_since_s = asyncio.get_running_loop().time()
 
-    def record(self) -> WorkerRecord:
+    def record(self, devices: tuple[str, ...] = ()) -> WorkerRecord:
         return WorkerRecord(
             worker_id=self.worker_id,
             model=self.model.spec.served_name,
@@ -105,6 +105,7 @@ class WorkerSlot:
             reason=self.reason,
             was_ever_ready=self._was_ever_ready,
             info=self.info.SerializeToString().hex() if self.info is not None else "",
+            devices=devices,
         )
 
     async def run(self) -> None:

@@ -90,10 +90,13 @@ class Workers:
     async def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
         """Takes over the workers of an earlier controller. Raises ConfigError if one that ended has no room."""
         self._settings = settings
+        for each in records:
+            if each.devices:
+                self._backend.hold(each.worker_id, each.devices, self._resources(self.model(each.model), each.role))
         await run_together(*(self._add(each.worker_id, each.role, self.model(each.model), each) for each in records))
 
     def records(self) -> tuple[WorkerRecord, ...]:
-        return tuple(slot.record() for slot in self.slots.values())
+        return tuple(slot.record(self._backend.devices(name)) for name, slot in self.slots.items())
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -141,8 +144,7 @@ class Workers:
     ) -> WorkerSlot:
         if self._settings is None:
             raise ConfigError(f"{worker_id}: expected a started cluster: a worker can be added only after the start")
-        resources = _rank_resources(model.spec.engine_of(role), own_ray=self._spec.control.ray_address is None)
-        members = await self._backend.place(worker_id, [resources] * model.spec.pool(role).tp)
+        members = await self._backend.place(worker_id, [self._resources(model, role)] * model.spec.pool(role).tp)
         slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed, record)
         self.slots[worker_id] = slot
         if slot.info is not None:
@@ -151,6 +153,9 @@ class Workers:
         self.on_change()
         self._tasks[worker_id] = asyncio.create_task(slot.run())
         return slot
+
+    def _resources(self, model: ResolvedModel, role: Role) -> Resources:
+        return _rank_resources(model.spec.engine_of(role), own_ray=self._spec.control.ray_address is None)
 
     def change_role(self, worker_id: str, role: Role) -> None:
         """Changes the role in the directory, which routers and workers follow. Processes keep running."""

@@ -40,6 +40,12 @@ class RecordingBackend:
     async def kept(self) -> str:
         return await self.inner.kept()
 
+    def hold(self, group: str, devices: Sequence[str], each: Resources) -> None:
+        self.inner.hold(group, devices, each)
+
+    def devices(self, group: str) -> tuple[str, ...]:
+        return self.inner.devices(group)
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         return [RecordingMember(each, group, self.folder) for each in await self.inner.place(group, members)]
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.keeper import Keeper
@@ -119,6 +120,36 @@ async def test_a_restarted_worker_keeps_its_gpu_and_a_removed_one_leaves_it_to_o
         await workers.remove("decode-0")
         await workers.add("decode-1", Role.DECODE, workers.model(""))
         assert (await running.devices(2))["decode-1.rank-0"] == before["decode-0.rank-0"]
+
+
+@pytest.mark.parametrize("first", [WorkerState.RESTARTING, WorkerState.FAILED], ids=["crashed", "given-up"])
+async def test_after_a_takeover_every_worker_has_the_gpu_it_had(
+    resolved: Callable[..., ResolvedCluster], tmp_path: Path, first: WorkerState
+) -> None:
+    """The record lists first the worker that does not run: it must not be given what a later one has."""
+    cluster, keeper = resolved((0, 1)), Keeper(tmp_path / "logs")
+    settings = EpochSettings(cluster.spec, "127.0.0.1:1", None, tmp_path / "run")
+    before = Workers(cluster, SubprocessBackend(keeper, (0, 1)), None)
+    await before.start(settings)
+    records = {each.worker_id: each for each in before.records()}
+    await before.close()
+    assert {name: each.devices for name, each in records.items()} == {
+        "prefill-0": ("cuda:0",),
+        "decode-0": ("cuda:1",),
+    }
+    ended = records["decode-0"].model_copy(update={"state": first, "was_ever_ready": True})
+    kept = [WorkerRecord.model_validate_json(each.model_dump_json()) for each in (ended, records["prefill-0"])]
+    backend = SubprocessBackend(keeper, (0, 1))
+    after = Workers(cluster, backend, None)
+    await after.resume(settings, kept)
+    try:
+        assert {each.worker_id: each.devices for each in after.records()} == {
+            each.worker_id: each.devices for each in records.values()
+        }
+        with pytest.raises(ConfigError, match=r"decode-1 needs a share of 1 GPU .*cuda:0: 0, cuda:1: 0"):
+            await after.add("decode-1", Role.DECODE, after.model(""))
+    finally:
+        await after.close()
 
 
 RAY_SCRIPT = textwrap.dedent(

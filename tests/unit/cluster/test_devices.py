@@ -69,6 +69,15 @@ def test_a_released_share_is_free_again_and_a_refused_one_takes_nothing() -> Non
     assert book.assign("b", 1, 0.6, "cuda") == ("cuda:0",)
 
 
+def test_a_group_may_hold_a_gpu_that_is_not_seen_any_more() -> None:
+    book = DeviceBook((0,))
+    book.take("a", ("cuda:1",), 1.0)
+    assert book.of("a") == ("cuda:1",)
+    assert book.assign("b", 1, 1.0, "cuda") == ("cuda:0",)
+    with pytest.raises(ConfigError, match=r"cuda:0: 0, cuda:1: -1"):
+        book.assign("c", 1, 1.0, "cuda:1")
+
+
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0.1, 0.3, 0.45, 0.5, 1.0)), st.booleans()), max_size=20),

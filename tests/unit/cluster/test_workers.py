@@ -66,6 +66,11 @@ class FakeBackend:
 
     async def release_others(self, groups: Collection[str], local: Collection[str]) -> None: ...
 
+    def hold(self, group: str, devices: Sequence[str], each: Resources) -> None: ...
+
+    def devices(self, group: str) -> tuple[str, ...]:
+        return ()
+
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         if self.full:
             raise ConfigError(f"{group}: no room")
