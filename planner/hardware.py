@@ -78,6 +78,7 @@ def setup_of_spec(
     model = spec.models[0]
     check_one_cost(model)
     engine = model.engine_of(Role.DECODE)
+    hardware = replace(hardware, device=hardware.device.shared(engine.device_share))
 
     def pool(role: Role) -> PoolSetup:
         name, wanted, engine = role.value, model.pool(role), model.engine_of(role)
@@ -104,7 +105,12 @@ def setup_of_spec(
         max_model_tokens=min(model.engine_of(role).max_model_tokens or MAX_MODEL_TOKENS for role in Role),
         block_tokens=simulated_block_tokens(engine.block_tokens, mean_prompt_tokens, trace_block),
     )
-    return replace(setup, autoscaler=spec.autoscaler, can_change_roles=model.can_change_roles)
+    return replace(
+        setup,
+        autoscaler=spec.autoscaler,
+        can_change_roles=model.can_change_roles,
+        device_share=engine.device_share,
+    )
 
 
 def check_one_cost(model: ModelSpec) -> None:

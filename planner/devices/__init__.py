@@ -51,6 +51,14 @@ class DeviceSpec(Frozen):
         0.0, description="Price of one device. Shipped prices are round numbers of 2026: set your own."
     )
 
+    def shared(self, share: float) -> DeviceSpec:
+        """What a rank has that uses this share of the device while others use the rest. Links are not divided: their
+        transfers come one after the other."""
+        if share == 1:
+            return self
+        scaled = {name: getattr(self, name) * share for name in ("flops_per_s", "memory_bytes_per_s", "memory_bytes")}
+        return self.model_copy(update={"name": f"{share:g} of {self.name}", **scaled})
+
     def shape(self) -> DeviceShape:
         return DeviceShape(self.flops_per_s, self.memory_bytes_per_s, self.mfu, self.mbu, self.step_overhead_s)
 

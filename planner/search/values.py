@@ -145,6 +145,10 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
         yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
         yield "Ports between pods are not encrypted (allow_plaintext): nccl and nixl cannot be. With tls.internal, KV"
         yield "blocks take tcp between machines, which the plan did not assume."
+        if device.name != "cpu":
+            yield "Needs RDMA: --set node.rdma.resource=RESOURCE and an image with NIXL (docs/deploy.md):"
+            yield f"the plan moves KV between pods at {device.link.bytes_per_s / 1e9:g} GB/s for each device."
+            yield "Without RDMA, KV shares the pods' network: plan again with its speed as `link` in a device file."
     if source.startswith("/"):
         yield f"Needs a volume with {source}: --set models.existingClaim=CLAIM (or models.hostPath)"
     elif source != DEMO_MODEL:
@@ -174,6 +178,8 @@ def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:
         values["image"] = {"repository": GPU_IMAGE}
         values["startupSeconds"] = GPU_START_S
         node["gpus"] = ranks
+        if machines.count > 1:
+            node["rdma"] = {"count": ranks}  # a NIC for each device, as the device files have
         cores, memory_gib = ranks * GPU_CORES, ranks * GPU_HOST_GIB
     amount = {"memory": f"{memory_gib}Gi"}
     node["resources"] = {"requests": {"cpu": str(cores), **amount}, "limits": amount}

@@ -103,6 +103,7 @@ class Setup:
     autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)
     host: HostCores | None = None
     can_change_roles: bool = True
+    device_share: float = 1.0  # of each rank; the pools' costs and sizes contain it
 
     def pools(self) -> list[tuple[Role, PoolSetup]]:
         pools = [(Role.DECODE, self.decode)]
@@ -110,4 +111,8 @@ class Setup:
 
     @property
     def devices(self) -> int:
-        return sum(pool.workers * pool.tp for _, pool in self.pools())
+        """The fewest that hold all ranks; those of one worker are on different ones."""
+        pools = [pool for _, pool in self.pools()]
+        ranks_each = int(1 / self.device_share + 1e-9)  # 1 / 0.1 may be a little less than 10
+        ranks = sum(pool.workers * pool.tp for pool in pools)
+        return max(-(-ranks // ranks_each), *(pool.tp for pool in pools))

@@ -91,6 +91,23 @@ def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[...,
     }
 
 
+def test_the_link_of_the_plan_is_reserved_where_pods_would_share_a_slower_one(
+    render: Callable[..., Any], tmp_path: Path
+) -> None:
+    plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
+    text = helm_values(plan, hardware, "/models/llama-3-70b")
+    assert "# Needs RDMA: --set node.rdma.resource=RESOURCE and an image with NIXL" in text
+    assert "# the plan moves KV between pods at 50 GB/s for each device.\n" in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    extra = "node.rdma.resource=rdma/hca,cluster.transfer.transport=nixl,models.existingClaim=weights"
+    group = render("-f", str(path), "--set", extra)["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"][0]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["rdma/hca"] == limits["nvidia.com/gpu"] == 8
+    alone = helm_values(*planned(ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100"), "/models/m")
+    assert "rdma" not in alone.lower(), "one pod's KV moves by CUDA IPC"
+
+
 @pytest.mark.parametrize("source", ["/models/llama-3-8b", "smollm2-135m"])
 def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
     plan, hardware = planned(ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")

@@ -14,9 +14,9 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 
-def setup(**model: Any) -> Setup:
-    spec = ClusterSpec.model_validate({"models": [model]})
-    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
+def setup(element_bytes: float = 2.0, **model: Any) -> Setup:
+    spec = ClusterSpec.model_validate({"models": [model], "control": {"backend": "subprocess"}})
+    hardware = Hardware(find_model("llama-3-8b", element_bytes=element_bytes), find_device("h100"))
     return setup_of_spec(spec, hardware, mean_prompt_tokens=1000.0, trace_block=None)
 
 
@@ -33,6 +33,45 @@ def test_each_pool_has_the_limits_of_its_own_engine() -> None:
     assert found.max_model_tokens == 4096
     assert not found.can_change_roles
     assert setup().can_change_roles
+
+
+def test_a_rank_has_its_share_of_a_device() -> None:
+    whole = setup(engine={"device": "cuda"}).decode
+    half = setup(engine={"device": "cuda", "device_share": 0.5}).decode
+    # Both hold the weights of 16 GB; 72 and 36 GB are for them and for KV.
+    assert half.kv_tokens / whole.kv_tokens == pytest.approx((36 - 16.06) / (72 - 16.06), rel=0.01)
+    overhead_s = 0.002
+    for fast, slow in (
+        (whole.cost.prefill_s(2048, 0), half.cost.prefill_s(2048, 0)),
+        (whole.cost.decode_step_s(8, 8192), half.cost.decode_step_s(8, 8192)),
+    ):
+        assert slow - overhead_s == pytest.approx(2 * (fast - overhead_s))
+    assert half.cost.transfer_s(1 << 30) == whole.cost.transfer_s(1 << 30)
+
+
+def test_weights_that_do_not_fit_into_a_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"llama-3-8b needs more than 2\.2 x 0\.1 of h100"):
+        setup(engine={"device": "cuda", "device_share": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "share", "devices"),
+    [
+        ((1, 1), (1, 1), 1.0, 2),
+        ((1, 1), (1, 1), 0.5, 1),
+        ((3, 1), (2, 1), 0.45, 3),  # two ranks to a device
+        ((1, 1), (1, 1), 0.6, 2),
+        ((5, 1), (5, 1), 0.1, 1),
+        ((1, 1), (1, 4), 0.25, 4),  # the ranks of a worker are on different devices
+    ],
+)
+def test_as_many_devices_as_hold_the_shares(
+    prefill: tuple[int, int], decode: tuple[int, int], share: float, devices: int
+) -> None:
+    pools = [{"workers": workers, "tp": tp} for workers, tp in (prefill, decode)]
+    engine = {"device": "cuda", "device_share": share}
+    spec = {"prefill": pools[0], "decode": pools[1], "engine": engine}
+    assert setup(element_bytes=0.1, **spec).devices == devices
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
+from tandem.text.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,10 @@ def _run(trace: TrafficTrace, setup: Setup, flags: SimulateFlags) -> SimResult:
 
 def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
     shape = " + ".join(f"{pool.workers} {role.value} x TP {pool.tp}" for role, pool in setup.pools())
-    console.print(f"[bold]{result.trace}[/]: {result.requests} requests over {result.span_s:.0f} s on {shape}")
+    console.print(
+        f"[bold]{result.trace}[/]: {result.requests} requests over {result.span_s:.0f} s on {shape}, "
+        f"{plural(setup.devices, 'device')}"
+    )
     console.print(f"step times: {cost}", style="dim")
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
