@@ -162,7 +162,7 @@ def _run_largest(
 def _record(
     model: Decoder, pool: KvPool, paged: PagedPath | None, spec: EngineSpec, max_model_tokens: int
 ) -> DecodeGraphs | None:
-    if paged is None or paged.recorder is None:
+    if paged is None or paged.kernel is None or paged.recorder is None:
         return None
     graphs = DecodeGraphs(
         model, pool.with_spare, paged.kernel, paged.recorder,

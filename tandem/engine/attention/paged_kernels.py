@@ -1,9 +1,10 @@
 """Chooses the kernel that reads KV blocks in place on a GPU, and whether decode steps are recorded.
 
 Steps with prompts use FlashInfer, if installed. All others use FlashAttention 3, if installed, through torch's
-`varlen_attn`, else a Triton kernel: FlashInfer would have to plan on the host before each replay. FlashAttention 2 of
-torch is not usable: its pages have multiples of 256 tokens, a KV block has at most 128, and results of long sequences
-that it splits are wrong (github.com/pytorch/pytorch/issues/194167).
+`varlen_attn`, else a Triton kernel: FlashInfer would have to plan on the host before each replay. If neither works, all
+steps use FlashInfer, unrecorded. FlashAttention 2 of torch is not usable: its pages have multiples of 256 tokens, a KV
+block has at most 128, and results of long sequences that it splits are wrong
+(github.com/pytorch/pytorch/issues/194167).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tandem.engine.device.graph_recorder import CudaGraphRecorder, GraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
-from tandem.model.experts import SparseMlp
+from tandem.model.experts import SparseMlp, StackedExperts
 from tandem.model.fp8 import FP8
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -38,48 +39,56 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PagedPath:
-    """`recorder` None: a decode step is launched operation by operation, as every other. `planned` is for steps that
-    are not recorded; None: they use `kernel` too."""
+    """`kernel` or `planned`, or both. `recorder` None: a decode step is launched operation by operation, as every
+    other; else it is recorded with `kernel`. `planned` is for steps that are not recorded; None: they use `kernel`
+    too."""
 
-    kernel: PagedKernel
+    kernel: PagedKernel | None
     recorder: GraphRecorder | None
     planned: PlannedKernel | None = None
 
     def of_step(self, rows: StepRows) -> PagedKernel:
-        return self.kernel if self.planned is None else self.planned.plan(rows)
+        if self.planned is not None:
+            return self.planned.plan(rows)
+        assert self.kernel is not None
+        return self.kernel
 
 
 def choose_paged_path(
     model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
 ) -> PagedPath | None:
-    """`recorder` None: decode steps are launched operation by operation, like other steps."""
+    """None: attention gathers KV blocks."""
     if device.type != "cuda":
         return None
-    kernel = _checked_kernel(model, layout, dtype, device)
-    if kernel is None:
+    reason = unsupported_reason(model, layout, dtype)
+    kernel = None if reason else _checked_kernel(model, layout, dtype, device)
+    planned = None if reason else _checked_flashinfer(model, layout, dtype, device)
+    if kernel is None and planned is None:
+        reason = reason or "expected Triton, FlashAttention 3 or FlashInfer to work on this GPU"
+        logger.warning("attention gathers KV blocks and decode steps are not recorded: %s", reason)
         return None
-    planned = _checked_flashinfer(model, layout, dtype, device)
-    # The number of tokens per expert determines shapes, so the host must wait for it.
-    if any(isinstance(layer.mlp, SparseMlp) for layer in model.layers):
-        logger.warning("decode steps are not recorded: the model has experts")
-        return PagedPath(kernel, None, planned)
-    return PagedPath(kernel, CudaGraphRecorder(device), planned)
+    unrecorded = "FlashInfer plans each step on the host" if kernel is None else changing_shapes(model)
+    if unrecorded is not None:
+        logger.warning("decode steps are not recorded: %s", unrecorded)
+    return PagedPath(kernel, CudaGraphRecorder(device) if unrecorded is None else None, planned)
+
+
+def changing_shapes(model: Decoder) -> str | None:
+    """Why steps of equal size may have tensors of different shapes, which cannot be recorded; None: they do not."""
+    mlps = [layer.mlp for layer in model.layers]
+    separate = any(isinstance(mlp, SparseMlp) and not isinstance(mlp.experts, StackedExperts) for mlp in mlps)
+    return "the model's experts are multiplied one by one, each for its own tokens" if separate else None
 
 
 def _checked_kernel(
     model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
 ) -> PagedKernel | None:
-    reason = unsupported_reason(model, layout, dtype)
-    if reason is None:
-        reason = "no paged kernel for this GPU: expected Triton or FlashAttention 3"
-        for name, kernel in available_kernels(device, DTYPES[layout.dtype]):
-            wrong = kernel_error(kernel, layout, model.attention, dtype, device)
-            if wrong is None:
-                logger.info("attention uses %s", name)
-                return kernel
-            reason = f"{name}: {wrong}"
-            logger.warning("cannot use a paged kernel: %s", reason)
-    logger.warning("attention gathers KV blocks and decode steps are not recorded: %s", reason)
+    for name, kernel in available_kernels(device, DTYPES[layout.dtype]):
+        wrong = kernel_error(kernel, layout, model.attention, dtype, device)
+        if wrong is None:
+            logger.info("attention uses %s", name)
+            return kernel
+        logger.warning("cannot use a paged kernel: %s: %s", name, wrong)
     return None
 
 
@@ -96,7 +105,7 @@ def _checked_flashinfer(
     else:
         wrong = kernel_error(planned, layout, model.attention, dtype, device)
         if wrong is None:
-            logger.info("attention of prompts uses FlashInfer")
+            logger.info("attention of steps with prompts uses FlashInfer")
             return planned
     logger.warning("cannot use FlashInfer: %s", wrong)
     return None

@@ -17,6 +17,7 @@ from tandem.model.experts import (
     SeparateExperts,
     SparseMlp,
     StackedExperts,
+    _without_waiting,
     added_in_order,
     choose_experts,
     grouped_error,
@@ -143,3 +144,19 @@ def test_a_grouped_product_that_fails_or_is_wrong_says_so(monkeypatch: pytest.Mo
 def test_a_cpu_multiplies_expert_by_expert() -> None:
     chosen = choose_experts(separate().gate_up, separate().down, "silu", TORCH_OPS)
     assert isinstance(chosen, SeparateExperts)
+
+
+def test_a_grouped_product_for_which_the_host_would_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch multiplies in a loop where a GPU lacks the kernel, and reads the groups' ends for that."""
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: "before")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> None:
+        with _without_waiting(torch.device("cuda")):
+            assert modes == ["error"]
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        waits()
+    assert modes == ["error", "before"]
