@@ -96,6 +96,18 @@ def test_every_target_runs_as_nobody_special_and_says_whether_it_is_healthy(targ
     assert all(f"org.opencontainers.image.{key}" in titles for key in ("title", "licenses", "version", "revision"))
 
 
+@pytest.mark.parametrize(("target", "extras"), [("cpu", ""), ("cuda", "cuda")])
+def test_the_cuda_image_contains_the_extra_of_gpus(target: str, extras: str) -> None:
+    """Extras that pyproject.toml has, in the environment that the target copies."""
+    copied = [value for name, value in lineage(target) if name == "COPY" and "/opt/tandem " in value]
+    assert len(copied) == 1, "each copy of an environment is another layer of gigabytes"
+    stage = copied[0].split()[0].removeprefix("--from=")
+    *_, default = [value for name, value in lineage(stage) if name == "ARG" and value.startswith("EXTRAS=")]
+    assert default.removeprefix("EXTRAS=").strip('"') == extras
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(filter(None, extras.split(","))) <= known.keys()
+
+
 def test_base_images_can_be_pinned_by_their_digest() -> None:
     assert stages()["python"].parent == "${PYTHON_IMAGE}${PYTHON_DIGEST:+@$PYTHON_DIGEST}"
 
