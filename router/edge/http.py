@@ -37,11 +37,11 @@ from router.edge.openai.request_schema import ChatCompletionRequest, CompletionR
 from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from router.edge.slices import JsonSlices
 from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.request_ids import RequestIds
 from router.request_terms import TENANT
 from router.requests.answers import Answers
-from router.requests.validation import RawRequest
 from router.service import RouterService
 from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
@@ -114,29 +114,23 @@ class HttpEdge:
         raw = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
-        return await _answer(request, answers, form, self._batcher if parsed.stream else None)
+        return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
         raws = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
-        form = CompletionFormat(
-            answers,
-            include_usage=parsed.include_usage,
-            echo=_prompt_texts(raws, answers) if parsed.echo else None,
-            prompt_only=parsed.is_prompt_only,
-        )
-        return await _answer(request, answers, form, self._batcher if parsed.stream else None)
+        form = CompletionFormat(answers, include_usage=parsed.include_usage, prompt_only=parsed.is_prompt_only)
+        return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
-        return await _answer(
-            request, answers, ResponsesFormat(answers, parsed), self._batcher if parsed.stream else None
-        )
+        form = ResponsesFormat(answers, parsed)
+        return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def tokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
@@ -227,26 +221,22 @@ class HttpEdge:
         if is_too_large:
             raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
 
-
-async def _answer(request: Request, answers: Answers, form: AnswerFormat, batcher: WriteBatcher | None) -> Response:
-    """Waits for the first token, so that a failure before it gets its own HTTP status. `batcher` None: one JSON
-    object when all answers have ended."""
-    connection: Connection = request.scope[SCOPE_KEY]
-    connection.when_lost(answers.cancel)
-    handed_over = False
-    try:
-        first = await answers.next()
-        if batcher is not None:
-            handed_over = True
-            return SseResponse(answers, form, first, batcher)
-        arrivals = list(first)
-        while not answers.ended:
-            arrivals.extend(await answers.next())
-        return JsonResponse(form.whole(arrivals))
-    finally:
-        if not handed_over:
-            answers.cancel()
-            connection.when_lost(None)
+    async def _answer(self, request: Request, answers: Answers, form: AnswerFormat, *, is_streamed: bool) -> Response:
+        """Waits for the first token of a stream, so that a failure before it gets its own HTTP status. Otherwise waits
+        for all answers."""
+        connection: Connection = request.scope[SCOPE_KEY]
+        connection.when_lost(answers.cancel)
+        executor, handed_over = self._service.executor, False
+        try:
+            if is_streamed:
+                first = await answers.next()
+                handed_over = True
+                return SseResponse(answers, form, first, self._batcher, executor)
+            return JsonSlices(form.whole(await answers.collect()), executor)
+        finally:
+            if not handed_over:
+                answers.cancel()
+                connection.when_lost(None)
 
 
 def _tenant(request: Request) -> str:
@@ -266,16 +256,6 @@ def _error_response(error: TandemError, more_headers: Mapping[str, str]) -> Resp
     if delay_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(delay_s)))
     return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
-
-
-def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:
-    """For each answer the text of its prompt, as the client sent it."""
-    tokenizer = answers.model.tokenizer
-    texts = [
-        raw.prompt if isinstance(raw.prompt, str) else tokenizer.decode(first.request.prompt, skip_special_tokens=False)
-        for raw, first in zip(raws, answers.submitted[:: len(answers.submitted) // len(raws)], strict=True)
-    ]
-    return [text for text in texts for _ in range(len(answers.submitted) // len(raws))]
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:

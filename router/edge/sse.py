@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from itertools import chain
 from typing import Protocol
 
 from starlette.responses import Response
@@ -18,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
+from router.edge.slices import Slices
 from router.requests.answers import Answers, Arrival
 from tandem.errors import ErrorCode, TandemError
 
@@ -85,21 +88,25 @@ class WriteBatcher:
 class SseResponse(Response):
     """`first` has arrived already, so that a failure before the first token gets its own HTTP status."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, first: list[Arrival], batcher: WriteBatcher) -> None:
+    def __init__(
+        self, answers: Answers, form: AnswerFormat, first: list[Arrival], batcher: WriteBatcher, executor: Executor
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._answers = answers
         self._form = form
         self._first = first
         self._batcher = batcher
+        self._executor = executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope[SCOPE_KEY]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            writer = _StreamWriter(self._answers, self._form, connection, self._batcher)
+            writer = _StreamWriter(self._answers, self._form, connection, self._batcher, self._executor)
             try:
                 writer.start(self._first)
+                connection.when_lost(writer.lost)
                 await writer.ended
             finally:
                 writer.stop()
@@ -110,31 +117,46 @@ class SseResponse(Response):
 
 
 class _StreamWriter:
-    """Writes one streamed answer. `ended` is set when nothing more will be written."""
+    """Writes one streamed answer. `ended` is set when nothing more will be written. While a thread makes slices of what
+    has arrived, what arrives next waits in the answers, which are bounded."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection, batcher: WriteBatcher) -> None:
+    def __init__(
+        self,
+        answers: Answers,
+        form: AnswerFormat,
+        connection: Connection,
+        batcher: WriteBatcher,
+        executor: Executor,
+    ) -> None:
         self._answers = answers
         self._form = form
         self._connection = connection
         self._batcher = batcher
+        self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
+        self._slicing: asyncio.Task[None] | None = None
 
     def start(self, first: list[Arrival]) -> None:
-        events = self._form.begin() + self._form.events(first)
-        if self._answers.ended:
-            events += self._form.end()
-            self.ended.set_result(None)
-        self._write(events)
+        is_last = self._answers.ended
+        self._write(chain(self._form.begin(), self._form.events(first), self._form.end() if is_last else ()), is_last)
         self._answers.wake_with(self._wake)
         self._wake()
+
+    def lost(self) -> None:
+        """The connection is lost."""
+        self._answers.cancel()
+        if self._slicing is not None:
+            self._slicing.cancel()
+            _set_done(self.ended)
 
     def stop(self) -> None:
         self._answers.wake_with(_ignore)
         self.ended.cancel()
-        if self._draining is not None:
-            self._draining.cancel()
+        for task in (self._draining, self._slicing):
+            if task is not None:
+                task.cancel()
 
     def _wake(self) -> None:
         if not self._is_due:
@@ -144,7 +166,7 @@ class _StreamWriter:
     def flush(self) -> None:
         """Writes what has arrived. Never raises, as other streams are written in the same flush."""
         self._is_due = False
-        if self.ended.done():
+        if self.ended.done() or self._slicing is not None:
             return
         if self._connection.write_paused:
             self._wait_for_reader()
@@ -156,26 +178,44 @@ class _StreamWriter:
 
     def _write_arrived(self) -> None:
         """Writes all arrivals, then the end if it has arrived too. An error comes after everything before it."""
-        events: list[bytes] = []
+        parts: list[Iterable[bytes]] = []
         is_last = False
         try:
-            events += self._form.events(self._answers.take())
+            parts.append(self._form.events(self._answers.take()))
             if self._answers.has_failed:
                 self._answers.take()
             if self._answers.ended:
-                events += self._form.end()
+                parts.append(self._form.end())
                 is_last = True
         except TandemError as error:
             if error.code is not ErrorCode.CANCELLED:
-                events += self._form.failed(error)
+                parts.append(self._form.failed(error))
             is_last = True
-        self._write(events)
-        if is_last:
+        self._write(chain.from_iterable(parts), is_last)
+
+    def _write(self, pieces: Iterable[bytes], is_last: bool) -> None:
+        slices = Slices(pieces)
+        if first := slices.next():
+            self._connection.write_chunk(first)
+        if not slices.is_done:
+            self._slicing = asyncio.create_task(self._write_rest(slices, is_last))
+        elif is_last:
             self.ended.set_result(None)
 
-    def _write(self, events: list[bytes]) -> None:
-        if events:
-            self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
+    async def _write_rest(self, slices: Slices, is_last: bool) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not slices.is_done:
+                if self._connection.write_paused:
+                    await self._connection.drained()
+                if part := await loop.run_in_executor(self._executor, slices.next):
+                    self._connection.write_chunk(part)
+        except Exception as error:  # the request's own task raises it
+            self.ended.set_exception(error)
+        self._slicing = None
+        if is_last:
+            _set_done(self.ended)
+        self._wake()
 
     def _wait_for_reader(self) -> None:
         """Further pieces stay in the answers, which are bounded."""
@@ -188,6 +228,11 @@ class _StreamWriter:
         with contextlib.suppress(asyncio.CancelledError):
             task.result()
             self._wake()
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _ignore() -> None:

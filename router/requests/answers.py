@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 
 import msgspec
 
-from router.requests.output import Final, ResponseStream, TextPiece, Usage
+from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import ServingModel, ValidRequest
 from tandem.errors import TandemError
+from tandem.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,26 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     index: int
     pieces: Sequence[TextPiece]
     final: Final | None
+
+
+class WholeAnswer:
+    """One answer, collected. Tokens without logprobs are kept as text only, which is much smaller."""
+
+    def __init__(self) -> None:
+        self._text = StringIO(newline="")  # changes no line end
+        self.tokens: list[OutToken] = []  # with logprobs
+        self.reason: FinishReason | None = None
+
+    def add(self, arrival: Arrival) -> None:
+        for piece in arrival.pieces:
+            self._text.write(piece.text)
+            self.tokens += [token for token in piece.tokens if token.logprob is not None]
+        if arrival.final is not None:
+            self.reason = arrival.final.reason
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
 
 
 class Answers:
@@ -82,6 +104,14 @@ class Answers:
             wake.clear()
             await wake.wait()
         return arrivals
+
+    async def collect(self) -> list[WholeAnswer]:
+        """Waits for the ends of all answers. Raises as `take`."""
+        wholes = [WholeAnswer() for _ in self.submitted]
+        while not self.ended:
+            for arrival in await self.next():
+                wholes[arrival.index].add(arrival)
+        return wholes
 
     def cancel(self) -> None:
         """Cancels all answers. Idempotent."""

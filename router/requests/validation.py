@@ -72,6 +72,7 @@ class RawRequest:
     sampling: RawSampling
     session: str = ""  # the client's name for requests that share a prefix
     cache_salt: str = ""  # only requests with the same salt share cached blocks
+    echo: bool = False  # the prompt's text goes before the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class ValidRequest:
     block_tokens: int
     cache_salt: bytes = b""
     session: bytes | None = None  # digest
+    echo: str | None = None  # text that goes before the answer
 
     @property
     def prompt_tokens(self) -> int:
@@ -245,7 +247,12 @@ class ServingModel:
             block_tokens=served.block_tokens,
             cache_salt=cache_salt,
             session=_session(raw.session, cache_salt) if raw.session else None,
+            echo=self._text(raw.prompt, prompt) if raw.echo else None,
         )
+
+    def _text(self, raw: str | tuple[int, ...] | tuple[Message, ...], prompt: tuple[int, ...]) -> str:
+        """The prompt as the client sent it, if that was a text."""
+        return raw if isinstance(raw, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _sampling(self, raw: RawSampling, prompt_tokens: int, room: int) -> SamplingParams:
         check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)

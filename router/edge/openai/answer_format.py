@@ -1,10 +1,10 @@
-"""Formats of the chat completions and completions APIs: a whole answer as a struct, or the events of a stream as JSON.
+"""Formats of the chat completions and completions APIs: a whole answer or the events of a stream, in pieces of JSON.
 Pure except for the time of creation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,31 +27,33 @@ from router.edge.openai.answer_schema import (
     ErrorBody,
     ErrorDetail,
 )
-from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs
-from router.requests.answers import Answers, Arrival
+from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
+from router.edge.slices import ListMaker, at_once, json_pieces, on_demand, one_by_one
+from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import FinishReason
+from tandem.v1 import inference_pb2
 
 
 class AnswerFormat(Protocol):
-    """Each method is given every arrival once, in order."""
+    """Gives JSON in pieces, which are made as they are taken. Each method is given every arrival once, in order."""
 
-    def begin(self) -> list[bytes]:
+    def begin(self) -> Iterable[bytes]:
         """Events before the first token."""
         ...
 
-    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]: ...
+    def events(self, arrivals: Sequence[Arrival]) -> Iterable[bytes]: ...
 
-    def end(self) -> list[bytes]:
+    def end(self) -> Iterable[bytes]:
         """Events after the end of the last answer."""
         ...
 
-    def failed(self, error: TandemError) -> list[bytes]:
+    def failed(self, error: TandemError) -> Iterable[bytes]:
         """Events instead of all further ones."""
         ...
 
-    def whole(self, arrivals: Sequence[Arrival]) -> AnswerStruct:
+    def whole(self, wholes: Sequence[WholeAnswer]) -> Iterable[bytes]:
         """All answers as one object."""
         ...
 
@@ -70,6 +72,13 @@ def server_sent(event: AnswerStruct) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
+def event_pieces(event: AnswerStruct) -> Iterator[bytes]:
+    """As `server_sent`, for an event that may be large."""
+    yield b"data: "
+    yield from json_pieces(event)
+    yield b"\n\n"
+
+
 DONE = b"data: [DONE]\n\n"
 _TEXT = "\x00"
 _TEXT_JSON = msgspec.json.encode(_TEXT)
@@ -85,13 +94,6 @@ class TextEventTemplate:
 
     def fill(self, text: str) -> bytes:
         return self._before + msgspec.json.encode(text) + self._after
-
-
-def _choice_of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[TextPiece], FinishReason | None]:
-    """All pieces of one choice, and its finish reason."""
-    chosen = [arrival for arrival in arrivals if arrival.index == index]
-    pieces = [piece for arrival in chosen for piece in arrival.pieces]
-    return pieces, next((arrival.final.reason for arrival in chosen if arrival.final is not None), None)
 
 
 def tokens_of(pieces: Sequence[TextPiece]) -> list[OutToken]:
@@ -119,20 +121,18 @@ class ChatFormat:
         first = ChunkDelta(role="assistant", content="")
         return [self._chunk(index, first) for index in range(len(self._answers.submitted))]
 
-    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
-        events: list[bytes] = []
+    def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
             for piece in arrival.pieces:
                 if not self._logprobs:
                     if piece.text:
-                        events.append(self._texts[arrival.index].fill(piece.text))
+                        yield self._texts[arrival.index].fill(piece.text)
                     continue
                 logprobs = chat_logprobs(self._decoder, piece.tokens)
                 if piece.text or (logprobs is not None and logprobs.content):
-                    events.append(self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs))
+                    yield self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs)
             if arrival.final is not None:
-                events.append(self._chunk(arrival.index, ChunkDelta(), None, arrival.final.reason))
-        return events
+                yield self._chunk(arrival.index, ChunkDelta(), None, arrival.final.reason)
 
     def end(self) -> list[bytes]:
         usage = [self._event([], completion_usage(self._answers.usage()))] if self._include_usage else []
@@ -141,19 +141,20 @@ class ChatFormat:
     def failed(self, error: TandemError) -> list[bytes]:
         return [server_sent(error_body(error))]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> ChatCompletion:
-        return ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._answers.model.name,
-            choices=[self._choice(index, arrivals) for index in range(len(self._answers.submitted))],
-            usage=completion_usage(self._answers.usage()),
+    def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
+        return json_pieces(
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._answers.model.name,
+                choices=one_by_one(lambda index: self._choice(index, wholes[index]), range(len(wholes))),
+                usage=completion_usage(self._answers.usage()),
+            )
         )
 
-    def _choice(self, index: int, arrivals: Sequence[Arrival]) -> ChatChoice:
-        pieces, reason = _choice_of(index, arrivals)
-        logprobs = chat_logprobs(self._decoder, tokens_of(pieces)) if self._logprobs else None
-        return ChatChoice(index, AssistantMessage(content=text_of(pieces)), logprobs, reason)
+    def _choice(self, index: int, whole: WholeAnswer) -> ChatChoice:
+        logprobs = chat_logprobs(self._decoder, whole.tokens, on_demand) if self._logprobs else None
+        return ChatChoice(index, AssistantMessage(content=whole.text), logprobs, whole.reason)
 
     def _chunk(
         self, index: int, delta: ChunkDelta, logprobs: ChatLogprobs | None = None, reason: FinishReason | None = None
@@ -168,17 +169,11 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """Args:
-    echo: for each answer the text of its prompt, which goes before it; None: answers only.
-    prompt_only: leaves out the one token that every request generates.
-    """
+    """`prompt_only`: leaves out the one token that every request generates."""
 
-    def __init__(
-        self, answers: Answers, *, include_usage: bool, echo: Sequence[str] | None = None, prompt_only: bool = False
-    ) -> None:
+    def __init__(self, answers: Answers, *, include_usage: bool, prompt_only: bool = False) -> None:
         self._answers = answers
         self._include_usage = include_usage
-        self._echo = echo
         self._prompt_only = prompt_only
         self._logprobs = [CompletionLogprobsBuilder(answers.model.tokenizer) for _ in answers.submitted]
         self._started: set[int] = set()
@@ -192,18 +187,20 @@ class CompletionFormat:
     def begin(self) -> list[bytes]:
         return []
 
-    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
-        events: list[bytes] = []
+    def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
             for piece in arrival.pieces:
-                text, logprobs = self._part(arrival.index, [piece])
+                if arrival.index not in self._started and self._echo_of(arrival.index) is not None:
+                    part = self._part(arrival.index, piece.text, piece.tokens, on_demand)
+                    yield from event_pieces(self._event(CompletionChoice(arrival.index, *part, None)))
+                    continue
+                text, logprobs = self._part(arrival.index, piece.text, piece.tokens)
                 if logprobs is not None:
-                    events.append(self._chunk(arrival.index, text, logprobs))
+                    yield self._chunk(arrival.index, text, logprobs)
                 elif text:
-                    events.append(self._texts[arrival.index].fill(text))
+                    yield self._texts[arrival.index].fill(text)
             if arrival.final is not None:
-                events.append(self._chunk(arrival.index, "", None, self._reason(arrival.final.reason)))
-        return events
+                yield self._chunk(arrival.index, "", None, self._reason(arrival.final.reason))
 
     def end(self) -> list[bytes]:
         usage = [server_sent(self._completion([], self._usage()))] if self._include_usage else []
@@ -212,27 +209,32 @@ class CompletionFormat:
     def failed(self, error: TandemError) -> list[bytes]:
         return [server_sent(error_body(error))]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> Completion:
-        choices: list[CompletionChoice] = []
-        for index in range(len(self._answers.submitted)):
-            pieces, reason = _choice_of(index, arrivals)
-            choices.append(CompletionChoice(index, *self._part(index, pieces), self._reason(reason)))
-        return self._completion(choices, self._usage())
+    def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
+        choices = one_by_one(lambda index: self._choice(index, wholes[index]), range(len(wholes)))
+        return json_pieces(self._completion(choices, self._usage()))
 
-    def _part(self, index: int, pieces: Sequence[TextPiece]) -> tuple[str, CompletionLogprobs | None]:
-        """Text and logprobs of the next pieces. With `echo`, those of the prompt go before the first ones."""
-        logprobs = self._logprobs[index]
-        text = ""
-        if self._echo is not None and index not in self._started:
-            self._started.add(index)
-            text = self._echo[index]
+    def _choice(self, index: int, whole: WholeAnswer) -> CompletionChoice:
+        text, logprobs = self._part(index, whole.text, whole.tokens, on_demand)
+        return CompletionChoice(index, text, logprobs, self._reason(whole.reason))
+
+    def _part(
+        self, index: int, text: str, tokens: Sequence[OutToken], listed: ListMaker = at_once
+    ) -> tuple[str, CompletionLogprobs | None]:
+        """The next text of an answer, and its logprobs. With `echo`, those of the prompt go before the first ones."""
+        scored: list[OutToken | inference_pb2.TokenLogprobs] = []
+        if self._prompt_only:
+            text, tokens = "", ()
+        if index not in self._started and (echo := self._echo_of(index)) is not None:
+            text = echo + text
             each = self._answers.submitted[index]
             if each.request.sampling.prompt_logprobs is not None:
-                logprobs.push_prompt(each.request.prompt, each.stream.prompt_scores)
-        if not self._prompt_only:
-            logprobs.push(tokens_of(pieces))
-            text += text_of(pieces)
-        return text, logprobs.take()
+                scored += prompt_tokens(each.request.prompt, each.stream.prompt_scores)
+        self._started.add(index)
+        scored += [token for token in tokens if token.logprob is not None]
+        return text, self._logprobs[index].build(scored, listed)
+
+    def _echo_of(self, index: int) -> str | None:
+        return self._answers.submitted[index].request.echo
 
     def _reason(self, reason: FinishReason | None) -> FinishReason | None:
         return FinishReason.LENGTH if self._prompt_only else reason
@@ -246,8 +248,10 @@ class CompletionFormat:
     def _chunk(
         self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: FinishReason | None = None
     ) -> bytes:
-        choice = CompletionChoice(index, text, logprobs, reason)
-        return server_sent(self._completion([choice], None if self._include_usage else UNSET))
+        return server_sent(self._event(CompletionChoice(index, text, logprobs, reason)))
+
+    def _event(self, choice: CompletionChoice) -> Completion:
+        return self._completion([choice], None if self._include_usage else UNSET)
 
     def _completion(self, choices: list[CompletionChoice], usage: CompletionUsage | UnsetType | None) -> Completion:
         model = self._answers.model.name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from router.edge.slices import ListMaker, at_once
 from router.requests.detokenizer import TokenDecoder
 from router.requests.output import OutToken
 from tandem.v1 import inference_pb2
@@ -19,8 +21,21 @@ class _Scored(Protocol):
     def logprob(self) -> float: ...
 
 
+class _ScoredToken(Protocol):
+    """`logprob` None: of the first token of a prompt."""
+
+    @property
+    def token_id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float | None: ...
+
+    @property
+    def top(self) -> Iterable[_Scored]: ...
+
+
 def token_text(decoder: TokenDecoder, token_id: int) -> str:
-    return decoder.decode([token_id], skip_special_tokens=False)
+    return decoder.fixed_text(token_id) or decoder.decode([token_id], skip_special_tokens=False)
 
 
 def _bytes_of(text: str) -> list[int] | None:
@@ -33,22 +48,25 @@ def _top_logprob(decoder: TokenDecoder, scored: _Scored) -> TopLogprob:
     return TopLogprob(text, scored.logprob, _bytes_of(text))
 
 
-def chat_logprobs(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> ChatLogprobs | None:
+def chat_logprobs(
+    decoder: TokenDecoder, tokens: Sequence[OutToken], listed: ListMaker = at_once
+) -> ChatLogprobs | None:
     """`choices[].logprobs` of a chat completion; None if the request asked for none."""
     if all(token.logprob is None for token in tokens):
         return None
-    return ChatLogprobs(logprob_entries(decoder, tokens))
+    return ChatLogprobs(logprob_entries(decoder, tokens, listed))
 
 
-def logprob_entries(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> list[ChatTokenLogprob]:
-    content: list[ChatTokenLogprob] = []
-    for token in tokens:
-        if token.logprob is None or token.is_stop:
-            continue
-        text = token_text(decoder, token.token_id)
-        top = [_top_logprob(decoder, each) for each in token.top]
-        content.append(ChatTokenLogprob(text, token.logprob, _bytes_of(text), top))
-    return content
+def logprob_entries(
+    decoder: TokenDecoder, tokens: Sequence[OutToken], listed: ListMaker = at_once
+) -> list[ChatTokenLogprob]:
+    scored = [token for token in tokens if token.logprob is not None and not token.is_stop]
+    return listed(partial(_chat_entry, decoder), scored)
+
+
+def _chat_entry(decoder: TokenDecoder, token: OutToken) -> ChatTokenLogprob:
+    text = token_text(decoder, token.token_id)
+    return ChatTokenLogprob(text, token.logprob, _bytes_of(text), [_top_logprob(decoder, each) for each in token.top])
 
 
 class CompletionLogprobsBuilder:
@@ -58,44 +76,43 @@ class CompletionLogprobsBuilder:
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._offset = 0
-        self._next = _empty()
 
-    def push_prompt(self, prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]) -> None:
-        """The prompt's first token has no logprob."""
-        for token_id in prompt[:1]:
-            self._push(token_text(self._decoder, token_id), None, None)
-        for score in scores:
-            text = token_text(self._decoder, score.token_id)
-            self._push(text, score.logprob, self._top(text, score.logprob, score.top))
-
-    def push(self, tokens: Sequence[OutToken]) -> None:
-        for token in tokens:
-            if token.logprob is not None:
-                text = token_text(self._decoder, token.token_id)
-                self._push(text, token.logprob, self._top(text, token.logprob, token.top))
-
-    def take(self) -> CompletionLogprobs | None:
-        """The tokens pushed since the last call; None if there are none."""
-        if not self._next.tokens:
+    def build(self, tokens: Sequence[_ScoredToken], listed: ListMaker = at_once) -> CompletionLogprobs | None:
+        """The next tokens; None if there are none. A list made on demand must be encoded before the next call."""
+        if not tokens:
             return None
-        taken, self._next = self._next, _empty()
-        return taken
+        return CompletionLogprobs(
+            listed(self._text, tokens),
+            listed(_logprob, tokens),
+            listed(self._top, tokens),
+            listed(self._advance, tokens),
+        )
 
-    def _push(self, text: str, logprob: float | None, top: dict[str, float | None] | None) -> None:
-        self._next.tokens.append(text)
-        self._next.token_logprobs.append(logprob)
-        self._next.top_logprobs.append(top)
-        self._next.text_offset.append(self._offset)
-        self._offset += len(text)
+    def _text(self, token: _ScoredToken) -> str:
+        return token_text(self._decoder, token.token_id)
 
-    def _top(self, token: str, logprob: float, top: Iterable[_Scored]) -> dict[str, float | None]:
+    def _advance(self, token: _ScoredToken) -> int:
+        offset = self._offset
+        self._offset += len(self._text(token))
+        return offset
+
+    def _top(self, token: _ScoredToken) -> dict[str, float | None] | None:
         """The most likely tokens and the token itself. If several have the same text, the most likely one counts."""
+        if token.logprob is None:
+            return None
         found: dict[str, float | None] = {}
-        for each in top:
+        for each in token.top:
             found.setdefault(token_text(self._decoder, each.token_id), each.logprob)
-        found.setdefault(token, logprob)
+        found.setdefault(self._text(token), token.logprob)
         return found
 
 
-def _empty() -> CompletionLogprobs:
-    return CompletionLogprobs([], [], [], [])
+def _logprob(token: _ScoredToken) -> float | None:
+    return token.logprob
+
+
+def prompt_tokens(
+    prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]
+) -> list[OutToken | inference_pb2.TokenLogprobs]:
+    """A prompt with its logprobs. Its first token has none."""
+    return [*(OutToken(token_id, None, (), False) for token_id in prompt[:1]), *scores]

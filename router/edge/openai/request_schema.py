@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
-from tandem.errors import InputError, UnsupportedField
+from tandem.errors import InputError, UnsupportedField, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 # Per known but unsupported field: whether a value changes nothing.
@@ -185,8 +185,8 @@ class ChatCompletionRequest(_GenerationRequest):
         limits = {each for each in (self.max_tokens, self.max_completion_tokens) if each is not None}
         if len(limits) > 1:
             raise InputError(
-                f"max_completion_tokens: expected the same as max_tokens ({self.max_tokens}) or only one of them, "
-                f"got {self.max_completion_tokens}",
+                f"max_completion_tokens: expected the same as max_tokens ({shown(self.max_tokens or 0)}) or only "
+                f"one of them, got {shown(self.max_completion_tokens or 0)}",
                 field="max_completion_tokens",
             )
         messages = tuple(message.parse(index) for index, message in enumerate(self.messages))
@@ -235,7 +235,7 @@ class CompletionRequest(_GenerationRequest):
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
         session, salt = self.user or "", self.cache_salt or ""
-        return [RawRequest(self.model, prompt, sampling, session, salt) for prompt in prompts]
+        return [RawRequest(self.model, each, sampling, session, salt, echo=bool(self.echo)) for each in prompts]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import msgspec
-
-from router.edge.openai.answer_format import text_of, tokens_of
 from router.edge.openai.answer_schema import (
     ChatTokenLogprob,
     ContentPartEvent,
@@ -28,8 +25,9 @@ from router.edge.openai.answer_schema import (
 )
 from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
-from router.requests.answers import Answers, Arrival
-from router.requests.output import TextPiece, Usage
+from router.edge.slices import ListMaker, at_once, json_pieces, on_demand
+from router.requests.answers import Answers, Arrival, WholeAnswer
+from router.requests.output import OutToken, Usage
 from tandem.errors import TandemError
 from tandem.request import FinishReason
 
@@ -44,8 +42,7 @@ class ResponsesFormat:
         self._item_id = f"msg_{answers.request_id}"
         self._created_at = int(time.time())
         self._sent = 0
-        self._pieces: list[TextPiece] = []
-        self._reason = FinishReason.STOP
+        self._whole = WholeAnswer()
 
     def begin(self) -> list[bytes]:
         response = self._response("in_progress", [])
@@ -67,35 +64,32 @@ class ResponsesFormat:
             ),
         ]
 
-    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
-        self._take(arrivals)
-        events: list[bytes] = []
+    def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
+            self._whole.add(arrival)
             for piece in arrival.pieces:
-                logprobs = self._logprobs_of([piece])
+                logprobs = self._logprobs_of(piece.tokens)
                 if piece.text or logprobs:
-                    events.append(self._encode(self._delta(piece.text, logprobs)))
-        return events
+                    yield self._encode(self._delta(piece.text, logprobs))
 
-    def end(self) -> list[bytes]:
-        text, logprobs = text_of(self._pieces), self._logprobs_of(self._pieces)
-        part, response = OutputText(text=text, logprobs=logprobs), self._ended()
+    def end(self) -> Iterator[bytes]:
+        response = self._ended(self._whole)
         [item] = response.output
+        [part] = item.content
         is_complete = response.status == "completed"
-        return [
-            self._encode(
-                TextDoneEvent(sequence_number=self._sent, item_id=self._item_id, text=text, logprobs=logprobs)
-            ),
-            self._encode(
-                ContentPartEvent(
-                    type="response.content_part.done", sequence_number=self._sent, item_id=self._item_id, part=part
-                )
-            ),
-            self._encode(OutputItemEvent(type="response.output_item.done", sequence_number=self._sent, item=item)),
-            self._encode(
-                ResponseStateEvent("response.completed" if is_complete else "response.incomplete", self._sent, response)
-            ),
-        ]
+        done = TextDoneEvent(sequence_number=self._sent, item_id=self._item_id, text=part.text, logprobs=part.logprobs)
+        yield from self._pieces(done)
+        yield from self._pieces(
+            ContentPartEvent(
+                type="response.content_part.done", sequence_number=self._sent, item_id=self._item_id, part=part
+            )
+        )
+        yield from self._pieces(
+            OutputItemEvent(type="response.output_item.done", sequence_number=self._sent, item=item)
+        )
+        yield from self._pieces(
+            ResponseStateEvent("response.completed" if is_complete else "response.incomplete", self._sent, response)
+        )
 
     def failed(self, error: TandemError) -> list[bytes]:
         response = self._response("failed", [], error=ResponseError("server_error", error.message))
@@ -108,19 +102,12 @@ class ResponsesFormat:
             self._encode(ResponseStateEvent("response.failed", self._sent, response)),
         ]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> ResponseObject:
-        self._take(arrivals)
-        return self._ended()
+    def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
+        return json_pieces(self._ended(wholes[0]))
 
-    def _take(self, arrivals: Sequence[Arrival]) -> None:
-        for arrival in arrivals:
-            self._pieces += arrival.pieces
-            if arrival.final is not None:
-                self._reason = arrival.final.reason
-
-    def _ended(self) -> ResponseObject:
-        status: ResponseStatus = "completed" if self._reason is FinishReason.STOP else "incomplete"
-        part = OutputText(text=text_of(self._pieces), logprobs=self._logprobs_of(self._pieces))
+    def _ended(self, whole: WholeAnswer) -> ResponseObject:
+        status: ResponseStatus = "incomplete" if whole.reason is FinishReason.LENGTH else "completed"
+        part = OutputText(text=whole.text, logprobs=self._logprobs_of(whole.tokens, on_demand))
         return self._response(status, [self._item(status, [part])], _usage(self._answers.usage()))
 
     def _response(
@@ -154,12 +141,17 @@ class ResponsesFormat:
     def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> TextDeltaEvent:
         return TextDeltaEvent(sequence_number=self._sent, item_id=self._item_id, delta=text, logprobs=logprobs)
 
-    def _logprobs_of(self, pieces: Sequence[TextPiece]) -> list[ChatTokenLogprob]:
-        return logprob_entries(self._answers.model.tokenizer, tokens_of(pieces)) if self._logprobs else []
+    def _logprobs_of(self, tokens: Sequence[OutToken], listed: ListMaker = at_once) -> list[ChatTokenLogprob]:
+        return logprob_entries(self._answers.model.tokenizer, tokens, listed) if self._logprobs else []
 
     def _encode(self, event: ResponseEvent) -> bytes:
+        return b"".join(self._pieces(event))
+
+    def _pieces(self, event: ResponseEvent) -> Iterator[bytes]:
         self._sent += 1
-        return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        yield b"event: " + event.type.encode() + b"\ndata: "
+        yield from json_pieces(event)
+        yield b"\n\n"
 
 
 def _usage(usage: Usage) -> ResponseUsage:

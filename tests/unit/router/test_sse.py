@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import Executor
 from typing import Any, cast
 
 import pytest
@@ -66,8 +67,9 @@ def final() -> Final:
 class Stream:
     """A streamed answer. `flush` waits until what was put has been written."""
 
-    def __init__(self, batcher: WriteBatcher | None = None) -> None:
+    def __init__(self, batcher: WriteBatcher | None = None, executor: Executor | None = None) -> None:
         self.batcher = batcher or WriteBatcher()
+        self.executor = executor or cast(Executor, None)  # for large writes only
         self.source = ResponseStream("r", lambda: None)
         self.reader = Reader()
         self.answers = Answers("r", [SubmittedRequest(cast(Any, None), cast(Any, None), self.source)], 1)
@@ -75,7 +77,8 @@ class Stream:
 
     async def begin(self, first: str) -> None:
         self.source.put(piece(first))
-        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), self.batcher)
+        form = cast(AnswerFormat, Texts())
+        response = SseResponse(self.answers, form, await self.answers.next(), self.batcher, self.executor)
         scope = {"type": "http", SCOPE_KEY: self.reader}
         self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
         await self.flush()
