@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -28,6 +29,7 @@ from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
 
 MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
+MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 
 
 class RouterService:
@@ -114,9 +116,13 @@ class RouterService:
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice.
         """
         total = len(raws) * choices
-        parsed = [await self._parse(raw, terms, model_required=True, request_id=request_id) for raw in raws]
+        parsed: list[tuple[ServingModel, ValidRequest]] = []
+        for raw in raws:
+            if parsed:
+                await asyncio.sleep(0)  # a short prompt is parsed on the event loop; many take long
+            parsed.append(await self._parse(raw, terms, model_required=True, request_id=request_id))
         requests = [request for _, request in parsed]
-        self._check_logprobs(raws, requests, choices)
+        self._check_answers(requests, choices)
         self._check_limits(requests, choices, terms)
         submitted: list[SubmittedRequest] = []
         try:
@@ -154,23 +160,26 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    def _check_logprobs(self, raws: Sequence[RawRequest], requests: Sequence[ValidRequest], choices: int) -> None:
-        """Checks what the answers may hold together. A `max_tokens` that the client left out does not count, because
-        most answers are much shorter. Raises InputError."""
-        scores = 0
-        for raw, request in zip(raws, requests, strict=True):
-            sampling = request.sampling
-            if sampling.prompt_logprobs is not None:
-                scores += choices * (1 + sampling.prompt_logprobs) * request.prompt_tokens
-            if sampling.logprobs is not None and raw.sampling.max_tokens is not None:
-                scores += choices * (1 + sampling.logprobs) * sampling.max_tokens
+    def _check_answers(self, requests: Sequence[ValidRequest], choices: int) -> None:
+        """Checks what the answers may hold together. A `max_tokens` that the client left out counts as the rest of the
+        context. Raises InputError."""
+        scores = choices * sum(map(max_logprobs, requests))
+        echoed = choices * sum(len(request.echo or "") for request in requests)
+        asked = f"from {plural(len(requests), 'prompt')} with {plural(choices, 'choice')} each"
+        error = None
         if scores > MAX_LOGPROBS:
             error = InputError(
-                f"logprobs: expected at most {MAX_LOGPROBS} in all answers together, got {scores} from "
-                f"{plural(len(raws), 'prompt')} with {plural(choices, 'choice')} each: lower n, logprobs or "
-                "max_tokens, or send fewer or shorter prompts",
+                f"logprobs: expected at most {MAX_LOGPROBS} in all answers together, got {scores} {asked}: lower n, "
+                "logprobs or max_tokens (absent: the rest of the context), or send fewer or shorter prompts",
                 field="logprobs",
             )
+        elif echoed > MAX_ECHO_CHARS:
+            error = InputError(
+                f"echo: expected at most {MAX_ECHO_CHARS} characters in all answers together, got {echoed} {asked}: "
+                "lower n, leave echo out, or send fewer or shorter prompts",
+                field="echo",
+            )
+        if error is not None:
             self.rejected(requests[0].model, error)
             raise error
 
@@ -231,6 +240,13 @@ class RouterService:
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is not draining."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+
+
+def max_logprobs(request: ValidRequest) -> int:
+    """The most that one answer may hold: of its prompt and of its tokens."""
+    sampling = request.sampling
+    prompt = 0 if sampling.prompt_logprobs is None else (1 + sampling.prompt_logprobs) * request.prompt_tokens
+    return prompt + (0 if sampling.logprobs is None else (1 + sampling.logprobs) * sampling.max_tokens)
 
 
 def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:

@@ -222,7 +222,7 @@ class TestRequestId:
     [
         ({"echo": True, "logprobs": 1, "max_tokens": 1}, 4 * 2 * (3 + 1)),
         ({"logprobs": 2, "max_tokens": 5}, 4 * 3 * 5),
-        ({"logprobs": 2}, 0),  # most answers are much shorter than the context
+        ({"logprobs": 2}, 4 * 3 * (512 - 3)),  # without `max_tokens`: the rest of the context
     ],
 )
 @pytest.mark.acceptance(39, here="products of limits")
@@ -232,12 +232,11 @@ async def test_the_logprobs_of_all_answers_together_are_bounded(
     """Two prompts of three tokens with two choices each."""
     cluster.says("ok")
     call = {"model": MODEL, "prompt": [[70, 71, 72], [73, 74, 75]], "n": 2, **more}
-    if count:
-        monkeypatch.setattr(service, "MAX_LOGPROBS", count - 1)
-        with pytest.raises(openai.BadRequestError, match=rf"logprobs: expected at most {count - 1} .* got {count} "):
-            await cluster.openai.completions.create(**call)
-        assert not cluster.decode.works, "none of them may run"
-        monkeypatch.setattr(service, "MAX_LOGPROBS", count)
+    monkeypatch.setattr(service, "MAX_LOGPROBS", count - 1)
+    with pytest.raises(openai.BadRequestError, match=rf"logprobs: expected at most {count - 1} .* got {count} "):
+        await cluster.openai.completions.create(**call)
+    assert not cluster.decode.works, "none of them may run"
+    monkeypatch.setattr(service, "MAX_LOGPROBS", count)
     answer = await cluster.openai.completions.create(**call)
     assert len(answer.choices) == 4
     await cluster.settled()
