@@ -1,4 +1,4 @@
-"""Each cost of one request has a bound. A request at its bound is answered; one beyond it is refused by name, before any
+"""Each cost of one request has a bound. A request at its bound is answered; one beyond it is refused by name, before a
 worker has it."""
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.detokenizer import Detokenizer, StopStrings
+from router.requests.detokenizer import Detokenizer, StopAutomaton, StopStrings
 
 
 class ByteDecoder:
@@ -112,3 +113,37 @@ def test_nothing_of_a_stop_string_is_ever_let_out(text: str, stops: list[str]) -
         assert out == text
     assert not any(stop in out for stop in stops)
     assert text.startswith(out)
+
+
+class Counted(list[int]):
+    """Counts the reads of its items."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_the_cost_of_a_text_does_not_depend_on_the_number_of_stop_strings(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of the automaton: one for each character, and as many ways back as there were ways forth."""
+    steps = 0
+    step = StopAutomaton.step
+
+    def counting(self: StopAutomaton, state: int, char: str) -> int:
+        nonlocal steps
+        steps += 1
+        return step(self, state, char)
+
+    stops = StopStrings(["a" * (240 + number) + "b" for number in range(count)])
+    automaton = stops._automaton
+    assert automaton is not None
+    automaton.shorter = Counted(automaton.shorter)
+    monkeypatch.setattr(StopAutomaton, "step", counting)
+    text = ("a" * 200 + "c") * 20
+    assert "".join(stops.push(text[at : at + 7]).text for at in range(0, len(text), 7)) + stops.flush() == text
+    assert steps == len(text)
+    assert automaton.shorter.reads <= len(text)

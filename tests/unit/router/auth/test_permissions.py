@@ -171,6 +171,21 @@ async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(
     assert cluster.metric('tandem_requests_total{code="rate_limit_exceeded"') == 3  # /tokenize makes no request
 
 
+async def test_a_prompt_whose_logprobs_are_wanted_is_billed_for_each_choice(cluster: Cluster, keys: Keys) -> None:
+    """Nothing of it is cached: it is computed for each of them."""
+    cluster.says("x")
+    keys.add("once", limits=LimitsSpec(tokens_per_minute=100))
+    keys.add("each", limits=LimitsSpec(tokens_per_minute=100))
+    await until(lambda: is_known(cluster, keys, "each"))
+    body = {"model": MODEL, "prompt": [70] * 60, "n": 2, "max_tokens": 1, "echo": True}
+    for tenant, more, status in (("once", {}, 200), ("each", {"logprobs": 1}, 429)):
+        call = body | more
+        first = await cluster.http.post("/v1/completions", json=call, headers=keys.bearer(tenant))
+        assert first.status_code == 200
+        again = await cluster.http.post("/v1/completions", json=body | {"prompt": [70]}, headers=keys.bearer(tenant))
+        assert again.status_code == status, again.text
+
+
 async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
     cluster: Cluster, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
