@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import (
     observability,
     router_cost,
+    router_costly,
     router_decide,
     router_hostile,
     router_index,
@@ -30,6 +31,7 @@ from benchmarks.handoff_figures import Figure
 
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
     "cost": lambda quick: router_cost.figures(router_cost.QUICK if quick else router_cost.CostSizes()),
+    "costly": lambda quick: router_costly.figures(router_costly.QUICK if quick else router_costly.CostlySizes()),
     "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.DecideSizes()),
     "hostile": lambda quick: router_hostile.figures(router_hostile.QUICK if quick else router_hostile.HostileSizes()),
     "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.IndexSizes()),

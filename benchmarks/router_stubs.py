@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,9 @@ class PacedWorker(WorkerServicer):
         for wire_id, run in self._running.items():
             if (frame := frames.get(run.session)) is None:
                 frame = frames[run.session] = worker_pb2.WorkerFrame()
-            frame.tokens.add(request_id=wire_id, token_id=self._answer[run.given % len(self._answer)])
+            token = frame.tokens.add(request_id=wire_id, token_id=self._answer[run.given % len(self._answer)])
+            if run.work.sampling.HasField("logprobs"):
+                token.logprobs.CopyFrom(_scored(token.token_id, run.work.sampling.logprobs))
             self.sent[wire_id].tokens_s.append(now_s)
             run.given += 1
             run.kept += 1
@@ -241,7 +244,12 @@ class PacedWorker(WorkerServicer):
             computing_at_s=sent.taken_s,
             sampled_at_s=now_s,
         )
+        if work.sampling.HasField("logprobs"):
+            first.logprobs.CopyFrom(_scored(first.token_id, work.sampling.logprobs))
         frame = worker_pb2.WorkerFrame(tokens=[first])
+        if work.sampling.HasField("prompt_logprobs"):
+            tokens = [_scored(each, work.sampling.prompt_logprobs) for each in work.prompt[1:]]
+            frame.prompt_scores.add(request_id=wire_id, start=1, tokens=tokens)
         if self.role is Role.PREFILL:
             frame.handoffs.append(self._done(work, worker_pb2.HandoffDone(sent=SENT)))
         elif work.sampling.max_tokens > 1:
@@ -296,6 +304,13 @@ class PacedWorker(WorkerServicer):
             waiting_tokens=round(waiting_s * (self._pace.prefill_tokens_per_s or 0.0)),
             blocks=worker_pb2.BlockCounts(free=TOTAL_BLOCKS - used, in_use=used, total=TOTAL_BLOCKS),
         )
+
+
+@cache
+def _scored(token_id: int, count: int) -> inference_pb2.TokenLogprobs:
+    """A token with the logprobs of `count` others."""
+    top = [inference_pb2.TopLogprob(token_id=3 + each, logprob=-each / 3) for each in range(count)]
+    return inference_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, top=top)
 
 
 async def serve(options: argparse.Namespace) -> None:

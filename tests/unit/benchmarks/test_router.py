@@ -71,6 +71,13 @@ def test_what_hostile_clients_cost_the_others_is_measured(figures: Figures) -> N
 
 
 @pytest.mark.soak_only
+def test_what_costly_requests_cost_the_others_is_measured(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "costly")
+    assert {name: line["unit"] for name, line in lines.items()} == {"router.costly_request_p99_ms": "ms"}
+    assert all(line["ratio"] > 0 for line in lines.values())
+
+
+@pytest.mark.soak_only
 def test_what_observing_costs_is_one_share(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "observability")
     assert {name: line["unit"] for name, line in lines.items()} == {"obs.overhead_share": "share"}
