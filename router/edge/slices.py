@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.edge.limits.http import SCOPE_KEY
-from router.edge.openai.answer_schema import AnswerStruct
 
 SLICE_BYTES = 32 << 10  # about 1 ms of work
 _BATCH = 32  # items encoded at a time: tokens, with up to 21 logprobs each
@@ -72,13 +71,13 @@ def json_pieces(value: object) -> Iterator[bytes]:
     except TypeError:  # a list in it is made on demand
         if isinstance(value, list):
             yield from _OnDemand(_same, value, 1).pieces()
-        elif isinstance(value, AnswerStruct):
+        elif isinstance(value, msgspec.Struct):
             yield from _field_pieces(value)
         else:
             raise
 
 
-def _field_pieces(value: AnswerStruct) -> Iterator[bytes]:
+def _field_pieces(value: msgspec.Struct) -> Iterator[bytes]:
     fields = [(name, part) for name in value.__struct_fields__ if (part := getattr(value, name)) is not UNSET]
     for number, (name, part) in enumerate(fields):
         yield b'%b"%b":' % (b"," if number else b"{", name.encode())
