@@ -29,6 +29,7 @@ from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
 
 MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
+LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 
 
@@ -121,7 +122,8 @@ class RouterService:
             if parsed:
                 await asyncio.sleep(0)  # a short prompt is parsed on the event loop; many take long
             parsed.append(await self._parse(raw, terms, model_required=True, request_id=request_id))
-        requests = [request for _, request in parsed]
+        requests = fit_logprobs([request for _, request in parsed], raws, choices)
+        parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
         self._check_answers(requests, choices)
         self._check_limits(requests, choices, terms)
         submitted: list[SubmittedRequest] = []
@@ -161,8 +163,7 @@ class RouterService:
             raise
 
     def _check_answers(self, requests: Sequence[ValidRequest], choices: int) -> None:
-        """Checks what the answers may hold together. A `max_tokens` that the client left out counts as the rest of the
-        context. Raises InputError."""
+        """Checks what the answers may hold together. Raises InputError."""
         scores = choices * sum(map(max_logprobs, requests))
         echoed = choices * sum(len(request.echo or "") for request in requests)
         asked = f"from {plural(len(requests), 'prompt')} with {plural(choices, 'choice')} each"
@@ -240,6 +241,27 @@ class RouterService:
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is not draining."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+
+
+def fit_logprobs(requests: Sequence[ValidRequest], raws: Sequence[RawRequest], choices: int) -> list[ValidRequest]:
+    """Lowers the `max_tokens` of answers with logprobs whose client left it out, so that all fit MAX_LOGPROBS. Changes
+    nothing if less than LEAST_OPEN_TOKENS would be left for each: that is refused instead."""
+    is_open = [raw.sampling.max_tokens is None for raw in raws]
+
+    def lowered(most: int) -> list[ValidRequest]:
+        return [_lowered(each, most) if open_ else each for each, open_ in zip(requests, is_open, strict=True)]
+
+    shortest = sum(map(max_logprobs, lowered(1)))
+    per_token = sum(map(max_logprobs, lowered(2))) - shortest  # of all open answers, one token longer
+    if not per_token or (most := 1 + (MAX_LOGPROBS // choices - shortest) // per_token) < LEAST_OPEN_TOKENS:
+        return list(requests)
+    return lowered(most)
+
+
+def _lowered(request: ValidRequest, max_tokens: int) -> ValidRequest:
+    if request.sampling.logprobs is None or request.sampling.max_tokens <= max_tokens:
+        return request
+    return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
 
 def max_logprobs(request: ValidRequest) -> int:

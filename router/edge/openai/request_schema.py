@@ -86,7 +86,10 @@ Messages = Annotated[
 ]
 
 
-MAX_TOKENS_HELP = "At most the rest of the context after the prompt, which is also the default."
+MAX_TOKENS_HELP = (
+    "At most the rest of the context after the prompt, which is also the default. With logprobs it is less if "
+    "all answers would have more than 1,048,576 logprobs."
+)
 
 
 class _GenerationRequest(StrictModel):

@@ -242,6 +242,23 @@ async def test_the_logprobs_of_all_answers_together_are_bounded(
     await cluster.settled()
 
 
+async def test_an_answer_with_logprobs_and_no_max_tokens_gets_as_many_as_fit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.says("ok")
+    monkeypatch.setattr(service, "LEAST_OPEN_TOKENS", 20)
+    monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 25)
+    call = {"model": MODEL, "prompt": [[70, 71, 72], [73, 74, 75]], "n": 2}
+    await cluster.openai.completions.create(**call, logprobs=2)
+    assert [work.sampling.max_tokens for work in cluster.decode.works.values()] == [25] * 4
+    await cluster.openai.completions.create(**call)
+    assert [work.sampling.max_tokens for work in cluster.decode.works.values()][4:] == [509] * 4
+    monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 19)
+    with pytest.raises(openai.BadRequestError, match="logprobs: expected at most 228 "):
+        await cluster.openai.completions.create(**call, logprobs=2)
+    await cluster.settled()
+
+
 async def test_the_request_that_made_700_mb_of_json_is_refused(cluster: Cluster) -> None:
     call = {"model": MODEL, "prompt": [70] * 400, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}
     with pytest.raises(openai.BadRequestError, match="lower n, logprobs or max_tokens"):

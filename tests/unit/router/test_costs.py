@@ -19,7 +19,6 @@ from router import service
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
 from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, MAX_MESSAGES
-from router.edge.slices import Slices
 from router.requests import validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
@@ -327,13 +326,13 @@ def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
     for arrival in arrivals_of(call):
         wholes[arrival.index].add(arrival)
     form = CompletionFormat(answers, include_usage=False)
-    choices = json.loads(Slices(form.whole(wholes)).next())["choices"]
+    choices = json.loads(b"".join(form.whole(wholes)))["choices"]
     tops = [top for each in choices if each["logprobs"] for top in each["logprobs"]["top_logprobs"]]
     assert sum(max(1, len(top or ())) for top in tops) <= counted
     assert (counted == 0) == (not tops)
     if call.answer_tokens == call.max_tokens:
         assert len(tops) * (1 + (call.logprobs or 0)) == counted
     if not call.echo:
-        chats = json.loads(Slices(ChatFormat(answers, include_usage=False, logprobs=True).whole(wholes)).next())
+        chats = json.loads(b"".join(ChatFormat(answers, include_usage=False, logprobs=True).whole(wholes)))
         entries = [entry for each in chats["choices"] if each["logprobs"] for entry in each["logprobs"]["content"]]
         assert sum(1 + len(entry["top_logprobs"]) for entry in entries) <= counted
