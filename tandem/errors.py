@@ -27,6 +27,7 @@
     │   └── InsufficientMemory
     ├── RequestQuarantined    it may be what made two workers die; not tried on a third
     └── InternalError         a bug in Tandem
+        └── RequestFailed       this one request cannot be computed; its worker is well
 
 An error states what was expected, what arrived and what to do. `WIRE` maps each code to its gRPC status, HTTP status
 and metric label; a test fails if a code is missing there.
@@ -66,6 +67,7 @@ class ErrorCode(StrEnum):
     INCOMPATIBLE_POOLS = "incompatible_pools"
     INSUFFICIENT_MEMORY = "insufficient_memory"
     INTERNAL = "internal"
+    REQUEST_FAILED = "request_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.INCOMPATIBLE_POOLS: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.INSUFFICIENT_MEMORY: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.INTERNAL: Wire("INTERNAL", 500, "server_error"),
+    ErrorCode.REQUEST_FAILED: Wire("INTERNAL", 500, "server_error"),
 }
 
 
@@ -235,6 +238,17 @@ class InsufficientMemory(ConfigError):
 
 class InternalError(TandemError):
     code = ErrorCode.INTERNAL
+
+
+class RequestFailed(InternalError):
+    code = ErrorCode.REQUEST_FAILED
+
+    @classmethod
+    def by(cls, error: Exception) -> RequestFailed:
+        """`error` came up while the engine worked on one request. It stays the cause, for the log."""
+        failed = cls(f"the request cannot be computed: {error!r}")
+        failed.__cause__ = error
+        return failed
 
 
 def _by_code() -> dict[ErrorCode, type[TandemError]]:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
-from tandem.errors import InputError, InternalError, TandemError, WorkerLost
+from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
@@ -189,7 +189,7 @@ class Leader:
             self._requests.refuse(session, _request_id(frame), error)
         except _BUGS as error:
             log.exception("a router's frame could not be handled")
-            request_id, typed = _request_id(frame), InternalError(f"the request cannot be handled: {error!r}")
+            request_id, typed = _request_id(frame), RequestFailed.by(error)
             if not self._roles.end(session, request_id, typed):
                 self._requests.refuse(session, request_id, typed)
 

@@ -13,12 +13,12 @@ from itertools import count
 import numpy as np
 
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
-from tandem.engine.memory import is_out_of_memory, return_unused
+from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, return_unused
 from tandem.engine.output import Launched, StepOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Draw, Penalties, SequenceStep, StepInput
 from tandem.engine.step_work import StepWork
-from tandem.errors import InputError, InternalError, TandemError, UnavailableError, WorkerLost
+from tandem.errors import InputError, InternalError, RequestFailed, TandemError, UnavailableError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
@@ -29,24 +29,25 @@ from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-FAILURES_IN_A_ROW = 3
 _UNKNOWN = 0  # placeholder for a token that is still on the device
 _NO_OUTPUT = StepOutput([], [], [])
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step in progress. `discarded` sequences are in it, but their output is not used."""
+    """A step in progress. `discarded` sequences are in it, but their output is not used. `failed` ones end with it."""
 
     plan: StepPlan
     step: StepInput
     launched: Launched | None
     discarded: set[Sequence] = field(default_factory=set)
+    failed: dict[Sequence, TandemError] = field(default_factory=dict)
     has_advanced: bool = False  # the scheduler has counted its tokens
 
 
 class Engine:
-    """Args: `send_to_followers` sends a step to the other ranks before this rank runs it."""
+    """Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
+    called after a step failed here; it raises WorkerLost unless the step failed on those ranks at the same place."""
 
     def __init__(
         self,
@@ -54,15 +55,18 @@ class Engine:
         scheduler: Scheduler,
         vocab_size: int,
         send_to_followers: Callable[[StepInput], None] | None,
+        check_failed_alike: Callable[[], None] | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._send_to_followers = send_to_followers
+        self._check_failed_alike = check_failed_alike
         self._arrivals = count()
         self._flight: Flight | None = None  # launched ahead
         self._ending: list[Sequence] = []  # ended, but still in that step
-        self._failures = 0  # steps in a row that failed because of a request
+        self._stepwise: set[Sequence] = set()  # a step launched ahead failed with them: none is launched ahead
+        self._computed_token = 0  # that the model has computed, at the latest
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -152,34 +156,42 @@ class Engine:
         self._flight = self._launch_ahead(flight)
         return self._land(flight)
 
-    def _launch(self, plan: StepPlan, *, ahead: bool = False) -> Flight:
+    def _launch(self, plan: StepPlan) -> Flight:
         """Launches a step on all ranks, unless the plan is empty.
 
         If memory runs out, the request with the largest chunk fails and the others run again. So they do after any
-        other failure, if it is that of single requests. With several ranks or a step launched ahead, raises WorkerLost
-        instead: what the ranks have computed may differ.
+        other failure, if it is that of single requests.
         """
-        on_device = self._runner.samples_on_device
         while True:
-            inputs = [_sequence_step(chunk, self._scheduler.block_tokens, on_device) for chunk in plan.chunks]
-            step = StepInput(inputs, [*plan.exports], copies=plan.copies, ahead=ahead)
+            plan, inputs = self._inputs(plan)
+            step = StepInput(inputs, [*plan.exports], copies=plan.copies)
             if not (plan.chunks or plan.exports or plan.copies):
                 return Flight(plan, step, None)
             try:
                 flight = Flight(plan, step, self._launch_on_all(step))
-                self._failures = 0
+                self._computed_token = inputs[0].token_ids[0] if inputs else self._computed_token
                 return flight
             except TandemError:
                 raise
             except Exception as error:
-                may_go_on = not ahead and self._send_to_followers is None
-                failed = self._failed_by(error, plan, inputs) if may_go_on and plan.chunks else {}
+                failed = self._failed_by(error, plan, inputs) if plan.chunks else {}
                 if not failed and is_out_of_memory(error):
-                    raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+                    raise _out_of_memory(error) from error
                 if not failed:
                     raise
             return_unused()  # after the exception, which kept the step's tensors
-            plan = self._without(plan, failed)
+            plan = self._without(plan, failed, is_launched=True)
+
+    def _inputs(self, plan: StepPlan) -> tuple[StepPlan, list[SequenceStep]]:
+        """The plan without requests for which making the step's input fails, and the input."""
+        inputs: list[SequenceStep] = []
+        failed: dict[str, TandemError] = {}
+        for chunk in plan.chunks:
+            try:
+                inputs.append(_sequence_step(chunk, self._scheduler.block_tokens, self._runner.samples_on_device))
+            except Exception as error:
+                failed[chunk.sequence.request_id] = RequestFailed.by(error)
+        return (self._without(plan, failed, is_launched=False) if failed else plan), inputs
 
     def _failed_by(self, error: Exception, plan: StepPlan, inputs: list[SequenceStep]) -> dict[str, TandemError]:
         """The requests to end after a step failed; empty: it is no fault of single requests."""
@@ -190,56 +202,87 @@ class Engine:
                 "engine.max_step_tokens or engine.kv_memory_bytes"
             )
             return {largest.sequence.request_id: short}
-        if isinstance(error, RuntimeError) and self._runner.samples_on_device:
-            return {}  # on a GPU every later call fails too, and some hang
-        failed = self._failing_alone(plan, inputs)
-        self._failures += 1
-        # If each of several requests fails, or one after another, the engine is broken.
-        is_broken = len(failed) == len(plan.chunks) > 1 or self._failures >= FAILURES_IN_A_ROW
-        return {} if is_broken else failed
-
-    def _failing_alone(self, plan: StepPlan, inputs: list[SequenceStep]) -> dict[str, TandemError]:
-        """The requests whose chunk fails also in a step of its own, which computes what is computed again later."""
-        found: dict[str, TandemError] = {}
+        if leaves_device_unusable(error, on_device=self._runner.samples_on_device):
+            return {}
+        failed: dict[str, TandemError] = {}
         for chunk, sequence in zip(plan.chunks, inputs, strict=True):
-            try:
-                if (launched := self._runner.launch(StepInput([sequence], []))) is not None:
-                    launched.wait()
-            except Exception as error:
-                log.exception("a step failed because of one request")
-                found[chunk.sequence.request_id] = InternalError(f"the request cannot be computed: {error}")
-        return found
+            if (cause := self._error_alone(sequence)) is not None:
+                failed[chunk.sequence.request_id] = RequestFailed.by(cause)
+        is_well = len(failed) < len(plan.chunks) or self._error_alone(self._known_good(inputs[0])) is None
+        return failed if is_well else {}
 
-    def _without(self, plan: StepPlan, failed: Mapping[str, TandemError]) -> StepPlan:
-        """The plan without requests that failed, and without those whose export has begun, because a range is reported
-        once. Copies are done."""
+    def _error_alone(self, sequence: SequenceStep) -> Exception | None:
+        """The error of a step with this chunk only. What it computes is computed again later."""
+        try:
+            if (launched := self._launch_on_all(StepInput([sequence], []))) is not None:
+                launched.wait()
+        except TandemError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _known_good(self, failed: SequenceStep) -> SequenceStep:
+        """A chunk that the engine computes unless it is broken: one token, in the last block of a chunk that failed,
+        which no other request reads."""
+        return SequenceStep([self._computed_token], 0, failed.blocks[-1:], samples=True, greedy=True)
+
+    def _without(self, plan: StepPlan, failed: Mapping[str, TandemError], *, is_launched: bool) -> StepPlan:
+        """The plan without requests that failed. If it was launched, its copies are done, and requests end whose
+        export has begun, because a range is reported once."""
         interrupted = UnavailableError("a step failed because of another request: retry")
-        errors = {each.request_id: interrupted for each in plan.exports} | dict(failed)
+        begun = {each.request_id: interrupted for each in plan.exports} if is_launched else {}
+        errors = begun | dict(failed)
         ended = [chunk for chunk in plan.chunks if chunk.sequence.request_id in errors]
         for chunk in ended:
             self._scheduler.finish(chunk.sequence)
         return StepPlan(
             chunks=tuple(chunk for chunk in plan.chunks if chunk not in ended),
-            exports=(),
+            exports=() if is_launched else tuple(each for each in plan.exports if each.request_id not in errors),
             failed=(*plan.failed, *((chunk.sequence.request_id, errors[chunk.sequence.request_id]) for chunk in ended)),
             began=plan.began,
+            copies=None if is_launched else plan.copies,
         )
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Launches the step after `flight` if its inputs are known, so that the device does not wait for the host.
 
-        A sequence that ends with `flight` then gets one token too many, which is discarded.
+        A sequence that ends with `flight` then gets one token too many, which is discarded. If the launch fails, the
+        step runs after `flight`, where `_launch` finds out why.
         """
         scheduler, plan = self._scheduler, flight.plan
+        if self._stepwise and not self._stepwise.isdisjoint(chunk.sequence for chunk in plan.chunks):
+            return None
         if flight.discarded or not self._runner.can_be_ahead_of(flight.step) or not scheduler.continues(plan):
             return None
         if any(self._is_last(chunk.sequence, len(chunk.sequence.tokens) + 1) for chunk in plan.chunks):
             return None
-        scheduler.advance(plan)
+        flight.failed = scheduler.advance(plan)
         flight.has_advanced = True
         for chunk in plan.chunks:
             chunk.sequence.tokens.append(_UNKNOWN)
-        return self._launch(scheduler.schedule(), ahead=True)
+        return None if flight.failed else self._launched_ahead(flight, scheduler.schedule())
+
+    def _launched_ahead(self, flight: Flight, plan: StepPlan) -> Flight | None:
+        on_device, copies = self._runner.samples_on_device, plan.copies
+        try:
+            if not plan.failed:
+                inputs = [_sequence_step(chunk, self._scheduler.block_tokens, on_device) for chunk in plan.chunks]
+                step, copies = StepInput(inputs, [*plan.exports], copies=copies, ahead=True), None
+                return Flight(plan, step, self._launch_on_all(step))
+        except TandemError:
+            raise
+        except Exception as error:
+            if leaves_device_unusable(error, on_device=on_device):
+                raise
+            log.warning("a step could not be launched ahead: its requests run step by step", exc_info=True)
+        failed = {request_id for request_id, _ in plan.failed}
+        flight.plan = replace(flight.plan, failed=(*flight.plan.failed, *plan.failed))
+        flight.discarded |= {each.sequence for each in flight.plan.chunks if each.sequence.request_id in failed}
+        self._stepwise = {chunk.sequence for chunk in plan.chunks}
+        if copies is not None:
+            self._launch_on_all(StepInput([], [], copies=copies))  # the plan's blocks are taken
+        return None
 
     def _land(self, flight: Flight) -> StepResult:
         """Waits for the device and processes the step's output."""
@@ -249,9 +292,13 @@ class Engine:
         scores = _prompt_scores(flight, output)
         if not flight.has_advanced:
             chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
-            self._scheduler.advance(replace(plan, chunks=chunks))
+            flight.failed = self._scheduler.advance(replace(plan, chunks=chunks))
         tokens: list[TokenOut] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
+        for sequence in flight.failed.keys() - flight.discarded:
+            self._end(sequence)
+            flight.discarded.add(sequence)
+            ended.append(RequestEnd(sequence.request_id, error=flight.failed[sequence]))
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for sample, sequence in enumerate(sampling):
             if sequence not in flight.discarded:
@@ -260,12 +307,29 @@ class Engine:
                 if sample in output.late and self._flight is not None:
                     self._flight.discarded.add(sequence)  # computed with another token, and computed again
                 self._choose(sequence, output, sample, tokens, ended)
+        for end in ended:
+            if end.error is not None and end.error.__cause__ is not None:
+                log.error("request %s: %s", end.request_id, end.error, exc_info=end.error.__cause__)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
     def _launch_on_all(self, step: StepInput) -> Launched | None:
-        if self._send_to_followers is not None:
-            self._send_to_followers(step)
-        return self._runner.launch(step)
+        if self._send_to_followers is None:
+            return self._runner.launch(step)
+        self._send_to_followers(step)
+        try:
+            return self._runner.launch(step)
+        except TandemError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise _out_of_memory(error) from error
+            if self._check_failed_alike is None or leaves_device_unusable(
+                error, on_device=self._runner.samples_on_device
+            ):
+                raise
+            log.warning("a step failed on this rank", exc_info=True)
+            self._check_failed_alike()
+            raise
 
     def _finish_ended(self) -> None:
         """Waits for the step launched ahead, and finishes the sequences that ended before it."""
@@ -295,6 +359,8 @@ class Engine:
         """Chooses and reports the token of `sample` in `output`."""
         row, token = output.logits[sample], output.tokens[sample]
         try:
+            if (failed := output.failed.get(sample)) is not None:
+                raise failed
             if token is None:
                 self._scheduler.forget(sequence)  # any block, also one found in the cache, may hold the fault
                 raise InternalError("the model returned logits that are not finite")
@@ -306,7 +372,7 @@ class Engine:
                 history = sequence.history(length) if sequence.sampling.changes_logits else None
                 choice = choose(row, sequence.sampling, length, history, token)
         except Exception as error:
-            typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
+            typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return
@@ -373,6 +439,10 @@ class Engine:
 
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.pool.take_events()
+
+
+def _out_of_memory(error: Exception) -> WorkerLost:
+    return WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}")
 
 
 def _prompt_scores(flight: Flight, output: StepOutput) -> list[PromptScores]:

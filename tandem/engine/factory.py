@@ -20,12 +20,12 @@ from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_m
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
-from tandem.engine.memory import available_bytes, is_out_of_memory
+from tandem.engine.memory import available_bytes, is_out_of_memory, leaves_device_unusable
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, StepInput
 from tandem.engine.tp_group import TpGroup
-from tandem.errors import ConfigError, WorkerLost
+from tandem.errors import ConfigError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
@@ -35,7 +35,7 @@ from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.scheduler.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,31 @@ class Rank:
         return self.leader
 
     def follow(self) -> None:
-        """Runs the leader's steps until it stops. Raises WorkerLost if the leader is gone or silent, or if a step runs
-        out of memory: the other ranks wait for this one, and its end ends them."""
+        """Runs the leader's steps until it stops. A step that fails alike on all ranks is skipped: the leader ends the
+        request that made it fail. Raises WorkerLost if the leader is gone or silent, or if a step runs out of memory or
+        fails on this rank alone: the other ranks wait for this one, and its end ends them."""
         if self.group is None:
             raise ConfigError("a worker of one rank has no leader to follow", field="rank")
         last: Launched | None = None
         for step in self.group.steps():
             if step != HEARTBEAT:
-                before, last = last, self._launched(step)
+                before, last = last, self._launched(step, self.group)
                 if before is not None:
                     before.wait()
 
-    def _launched(self, step: StepInput) -> Launched | None:
+    def _launched(self, step: StepInput, group: TpGroup) -> Launched | None:
         try:
             return self.runner.launch(step)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except TandemError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+            if leaves_device_unusable(error, on_device=self.runner.samples_on_device):
                 raise
-            raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+            group.check_failed_alike()
+            log.exception("a step failed on each rank")
+            return None
 
 
 def check_checkpoint(model_dir: Path) -> None:
@@ -103,9 +110,7 @@ def build_rank(
     config.check_tp(size)
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
     if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
-        logger.warning(
-            "engine.kv_dtype: fp8 may be too coarse for keys with a bias; compare outputs with kv_dtype auto"
-        )
+        log.warning("engine.kv_dtype: fp8 may be too coarse for keys with a bias; compare outputs with kv_dtype auto")
     block = block_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
     kernels = choose_kernels(spec, block, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
@@ -146,7 +151,13 @@ def build_rank(
             max_model_tokens=max_model_tokens,
             window_tokens=config.traits.widest_window,
         )
-        leader = Engine(runner, scheduler, config.vocab_size, group.send_step if group else None)
+        leader = Engine(
+            runner,
+            scheduler,
+            config.vocab_size,
+            group.send_step if group else None,
+            group.check_failed_alike if group else None,
+        )
     return Rank(config, layout, pool, max_model_tokens, runner, group, leader)
 
 

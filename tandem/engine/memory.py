@@ -58,3 +58,8 @@ def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> It
             pass  # no such group, or no limit ("max")
         if folder == root:
             return
+
+
+def leaves_device_unusable(error: Exception, *, on_device: bool) -> bool:
+    """Whether every later call may fail too, or hang, as after most errors of a GPU."""
+    return on_device and isinstance(error, RuntimeError) and not is_out_of_memory(error)

@@ -36,7 +36,7 @@ class StepOutput:
     `tokens`: the token that the device chose, else the one with the largest logit; None if logits are not finite.
     `logits`: None unless the host chooses. `logprobs`: by sequence, if requested and computed on the device. `scores`:
     for each sequence with scored tokens. `late`: sequences whose tokens were chosen after the device's, so a step
-    launched ahead ran with other ones.
+    launched ahead ran with other ones. `failed`: the error of sequences whose output the host could not complete.
     """
 
     tokens: list[int | None]
@@ -44,6 +44,7 @@ class StepOutput:
     scores: list[tuple[ScoredToken, ...]]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     late: frozenset[int] = frozenset()
+    failed: dict[int, Exception] = field(default_factory=dict)
 
 
 def best_of(logits: Tensor) -> Tensor:
@@ -99,16 +100,22 @@ class Launched:
             self._flush()
         tokens, rows, *logprobs = self._copies
         chosen = tokens.tolist()
-        late = {sample: self._sampled.decide(sample) for sample, token in enumerate(chosen) if token == UNDECIDED}
-        for sample, token in late.items():
-            chosen[sample] = token
+        late: set[int] = set()
+        failed: dict[int, Exception] = {}
+        for sample in (sample for sample, token in enumerate(chosen) if token == UNDECIDED):
+            late.add(sample)
+            try:
+                chosen[sample] = self._sampled.decide(sample)
+            except Exception as error:
+                chosen[sample], failed[sample] = NOT_FINITE, error
         of_host = iter(rows.numpy())
         return StepOutput(
             [None if token == NOT_FINITE else token for token in chosen],
             [next(of_host) if _is_for_host(each) else None for each in self._sequences],
             self._scores,
-            self._logprobs(late, *logprobs) if logprobs else {},
+            self._logprobs({sample: chosen[sample] for sample in late - failed.keys()}, *logprobs) if logprobs else {},
             frozenset(late),
+            failed,
         )
 
     def _logprobs(self, late: dict[int, int], of_tokens: Tensor, ids: Tensor, top: Tensor) -> dict[int, Logprobs]:

@@ -26,6 +26,8 @@ START_TIMEOUT = timedelta(seconds=120)
 IDLE_TIMEOUT = timedelta(seconds=10)
 # At most one layer's work is between two collectives of a step.
 STEP_TIMEOUT = timedelta(seconds=120)
+# A request that fails one rank fails each at the same place.
+FAILED_ALIKE_TIMEOUT = timedelta(seconds=5)
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,6 +47,8 @@ class TpGroup:
         store.set_timeout(START_TIMEOUT)
         self._idle_timeout = idle_timeout
         self._steps = _gloo(PrefixStore("steps", store), rank, size)
+        # Of its own: ranks that did not fail are in one of the others' collectives.
+        self._failures = _gloo(PrefixStore("failures", store), rank, size)
         self.collectives = (
             _nccl(PrefixStore("nccl", store), rank, size)
             if device.type == "cuda"
@@ -66,14 +70,16 @@ class TpGroup:
 
     def least(self, value: int) -> int:
         """The least `value` of all ranks, each of which calls this. Raises WorkerLost if one is gone or hangs."""
-        values = torch.tensor([value], dtype=torch.int64)
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        try:
-            self._steps.allreduce([values], options).wait()
-        except RuntimeError as error:
-            raise _lost(error) from error
-        return int(values)
+        return _least(self._steps, [value])[0]
+
+    def check_failed_alike(self) -> None:
+        """Called after a step failed here. Returns if it failed on each rank after the same collectives, so the group
+        is as usable as before. Else raises WorkerLost."""
+        collectives: Any = self.collectives
+        done = collectives._get_sequence_number_for_group()  # counts collectives
+        least, negative_most = _least(self._failures, [done, -done], FAILED_ALIKE_TIMEOUT)
+        if least != -negative_most:
+            raise WorkerLost("a step failed on all ranks of this worker, but at different places")
 
     def steps(self) -> Iterator[StepInput]:
         """Steps from the leader until it stops. Raises WorkerLost if the leader is gone or silent."""
@@ -97,6 +103,18 @@ class TpGroup:
             self._steps.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise _lost(error) from error
+
+
+def _least(group: ProcessGroup, own: list[int], timeout: timedelta = STEP_TIMEOUT) -> list[int]:
+    """The least of all ranks' values, at each place."""
+    values = torch.tensor(own, dtype=torch.int64)
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp, options.timeout = dist.ReduceOp.MIN, timeout
+    try:
+        group.allreduce([values], options).wait()
+    except RuntimeError as error:
+        raise _lost(error) from error
+    return [int(value) for value in values]
 
 
 def _lost(error: RuntimeError) -> WorkerLost:

@@ -44,7 +44,8 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per to
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`copies` are made first. `failed`: requests removed because they can never get the blocks they need. `began`:
+    """`copies` are made first. `failed`: requests removed because they can never get the blocks they need, or cannot
+    be computed. `began`:
     requests whose first prompt chunk is computed."""
 
     chunks: tuple[Chunk, ...]

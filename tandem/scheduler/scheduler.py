@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
+from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, RequestFailed, TandemError
 from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
@@ -219,6 +219,7 @@ class Scheduler:
         return unstarted + sum(max(0, sequence.pending_tokens - 1) for sequence in self._running)
 
     def schedule(self) -> StepPlan:
+        """Plans a step. A request for which an unexpected error comes up ends; the others are planned."""
         self._steps += 1
         self._short_of_blocks = False
         budget = self.max_step_tokens
@@ -228,17 +229,27 @@ class Scheduler:
             if (
                 sequence.stage is SequenceStage.RUNNING and count
             ):  # otherwise preempted in this step for an older request
-                count = self._find_room(sequence, count)
-                chunks += [Chunk.next_of(sequence, count)] if count else []
-                budget -= count
+                try:
+                    count = self._find_room(sequence, count)
+                    chunks += [Chunk.next_of(sequence, count)] if count else []
+                    budget -= count
+                except Exception as error:
+                    self._fail_by(sequence, error)
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
-            if (export := computed_range(chunk, self.block_tokens)) is not None:
-                exports.append(export)
-        if not chunks:
+            try:
+                if (export := computed_range(chunk, self.block_tokens)) is not None:
+                    exports.append(export)
+            except Exception as error:
+                self._fail_by(chunk.sequence, error)
+        if self._failed:
+            gone = {request_id for request_id, _ in self._failed}
+            chunks = [chunk for chunk in chunks if chunk.sequence.request_id not in gone]
+            exports = [export for export in exports if export.request_id not in gone]
+        elif not chunks:
             self._unblock()
         failed, self._failed = tuple(self._failed), []
         began, self._began = tuple(self._began), []
@@ -256,12 +267,20 @@ class Scheduler:
             and self.pool.available() >= len(order)
         )
 
-    def advance(self, plan: StepPlan) -> None:
-        """Records that the plan was executed: its tokens' KV is in the pool."""
+    def advance(self, plan: StepPlan) -> dict[Sequence, TandemError]:
+        """Records that the plan was executed: its tokens' KV is in the pool. Returns the sequences for which this
+        failed: the caller ends them."""
+        failed: dict[Sequence, TandemError] = {}
         for chunk in plan.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
-            self._commit(chunk.sequence)
-            self._release_passed(chunk.sequence)
+            try:
+                self._commit(chunk.sequence)
+                self._release_passed(chunk.sequence)
+            except TandemError:
+                raise
+            except Exception as error:
+                failed[chunk.sequence] = RequestFailed.by(error)
+        return failed
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
         """Allocates blocks for a running request's next `count` tokens; returns how many tokens fit.
@@ -300,13 +319,18 @@ class Scheduler:
             and len(self._running) < self.max_running_requests
         ):
             sequence = self._waiting[followers]
-            if self._follows(sequence, chunks, budget):
-                followers += 1
+            try:
+                if self._follows(sequence, chunks, budget):
+                    followers += 1
+                    continue
+                if not self._start(sequence, budget):
+                    self._short_of_blocks = True
+                    break
+                export = cached_range(sequence, self.block_tokens)
+            except Exception as error:
+                self._fail_by(sequence, error)
                 continue
-            if not self._start(sequence, budget):
-                self._short_of_blocks = True
-                break
-            if (export := cached_range(sequence, self.block_tokens)) is not None:
+            if export is not None:
                 exports.append(export)
             count = min(sequence.pending_tokens, budget)
             chunks.append(Chunk.next_of(sequence, count))
@@ -375,6 +399,12 @@ class Scheduler:
         sequence.stage = SequenceStage.WAITING
         sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)
+
+    def _fail_by(self, sequence: Sequence, error: Exception) -> None:
+        """Typed errors are the pool's: they are raised again."""
+        if isinstance(error, TandemError):
+            raise error
+        self._fail(sequence, RequestFailed.by(error))
 
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._remove(sequence)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import StepInput
-from tandem.errors import InternalError, WorkerLost
-from tandem.kvcache.block_pool import BlockPool
+from tandem.errors import InternalError, RequestFailed, WorkerLost
+from tandem.kvcache.block_pool import BlockPool, Found
 from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.scheduler import Scheduler
-from tandem.testing.engine import EngineDriver
+from tandem.scheduler.sequence import Sequence
+from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt
+from tandem.token_history import TokenHistory
 from tests.conftest import Reference
 
 VOCAB = 300
@@ -48,7 +54,12 @@ def engine_of(rank: Rank, runner: Poisoned, *, followers: bool = False) -> Engin
         BlockPool(rank.layout.num_blocks), block_tokens=16, max_running_requests=8, max_step_tokens=128,
         max_model_tokens=rank.max_model_tokens,
     )  # fmt: skip
-    return Engine(runner, scheduler, VOCAB, (lambda step: None) if followers else None)  # type: ignore[arg-type]
+
+    def differ() -> None:
+        raise WorkerLost("only this rank failed")
+
+    told = (lambda step: None) if followers else None
+    return Engine(runner, scheduler, VOCAB, told, differ if followers else None)  # type: ignore[arg-type]
 
 
 def prompt_of(number: int) -> list[int]:
@@ -67,7 +78,7 @@ def test_the_one_that_fails_alone_ends_and_the_others_go_on_token_by_token(
     driver.add("late", prompt_of(2), GREEDY)
     driver.run()
     ended = driver.ends.pop("poisoned")
-    assert isinstance(ended, InternalError)
+    assert isinstance(ended, RequestFailed)  # which is no reason to eject the worker
     assert str(error) in str(ended)
     assert driver.ends == {"first": FinishReason.LENGTH, "late": FinishReason.LENGTH}
     for name, number in (("first", 1), ("late", 2)):
@@ -84,32 +95,144 @@ def test_a_failure_that_no_single_request_causes_ends_the_worker(make: Callable[
         driver.run()
 
 
-def test_three_requests_that_fail_one_after_another_end_the_worker(make: Callable[..., Rank]) -> None:
-    """It is more likely at fault than they."""
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_bad_requests_alone_on_a_worker_do_not_end_it(
+    make: Callable[..., Rank], reference: Reference, at_once: int
+) -> None:
+    """At once or in a row: a chunk that does not depend on them is computed, so the engine is well."""
     rank = make()
-    driver = EngineDriver(engine_of(rank, Poisoned(rank.runner, IndexError("no kernel"))))
-    for number in range(2):
-        driver.add(str(number), [5, POISON, 6], GREEDY)
-        driver.run()
+    driver = EngineDriver(engine_of(rank, Poisoned(rank.runner, IndexError("no row"))))
+    for number in range(6):
+        driver.add(str(number), [5, POISON, 6 + number], GREEDY)
+        if number % at_once == at_once - 1:
+            driver.run()
+    assert [type(driver.ends[str(number)]) for number in range(6)] == [RequestFailed] * 6
     driver.add("well", prompt_of(1), GREEDY)
     driver.run()
-    for number in range(2):
-        driver.add(f"again {number}", [5, POISON, 6], GREEDY)
-        driver.run()
-    driver.add("third", [5, POISON, 6], GREEDY)
+    assert driver.tokens == {"well": reference.answer(prompt_of(1), GREEDY)}
+    assert driver.at_rest()
+
+
+def test_an_engine_that_computes_nothing_ends(make: Callable[..., Rank]) -> None:
+    rank = make()
+    driver = EngineDriver(engine_of(rank, Poisoned(rank.runner, IndexError("no kernel"), most=0)))
+    driver.add("any", prompt_of(1), GREEDY)
     with pytest.raises(IndexError, match="no kernel"):
         driver.run()
 
 
-def test_so_does_one_on_a_gpu_or_with_several_ranks(make: Callable[..., Rank]) -> None:
-    """A GPU's errors stay, and the ranks may differ in what they have computed."""
+def test_so_does_a_lost_gpu_or_one_rank_that_fails_alone(make: Callable[..., Rank]) -> None:
+    """A GPU's errors stay, and ranks that differ wait for each other's collectives."""
     rank = make()
     lost = Poisoned(rank.runner, RuntimeError("CUDA error: an illegal memory access"), on_gpu=True)
-    for engine in (engine_of(rank, lost), engine_of(rank, Poisoned(rank.runner, IndexError()), followers=True)):
+    alone = engine_of(rank, Poisoned(rank.runner, IndexError()), followers=True)
+    for engine, error in ((engine_of(rank, lost), RuntimeError), (alone, WorkerLost)):
         driver = EngineDriver(engine)
         driver.add("poisoned", [5, POISON, 6], GREEDY)
-        with pytest.raises((RuntimeError, IndexError)):
+        with pytest.raises(error):
             driver.run()
+
+
+class FailsFor(Scheduler):
+    """Fails at `part` for requests with POISON, at the `call`th call."""
+
+    def __init__(self, rank: Rank, part: str, call: int) -> None:
+        super().__init__(
+            BlockPool(rank.layout.num_blocks), block_tokens=16, max_running_requests=8, max_step_tokens=128,
+            max_model_tokens=rank.max_model_tokens,
+        )  # fmt: skip
+        self._calls_left = {part: call}
+
+    def _count(self, part: str, sequence: Sequence) -> None:
+        if POISON in sequence.tokens and part in self._calls_left:
+            self._calls_left[part] -= 1
+            if self._calls_left[part] <= 0:
+                raise KeyError("no such block")
+
+    def _match(self, sequence: Sequence) -> list[Found]:
+        self._count("match", sequence)
+        return super()._match(sequence)
+
+    def _find_room(self, sequence: Sequence, count: int) -> int:
+        self._count("room", sequence)
+        return super()._find_room(sequence, count)
+
+    def _commit(self, sequence: Sequence) -> None:
+        self._count("commit", sequence)
+        super()._commit(sequence)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("part", "call"), [("match", 2), ("room", 3), ("commit", 1), ("commit", 4)])
+def test_an_error_of_the_scheduler_ends_the_request_that_it_came_up_for(
+    model_dir: Path, tmp_path: Path, reference: Reference, part: str, call: int, ahead: bool
+) -> None:
+    paged = PagedPath(plain_attention, EagerRecorder()) if ahead else None
+    rank = single_rank(model_dir, tmp_path / "rendezvous", paged=paged)
+    driver = EngineDriver(Engine(rank.runner, FailsFor(rank, part, call), VOCAB, None))
+    driver.add("first", prompt_of(1), GREEDY)
+    driver.add("poisoned", [5, POISON, 6], GREEDY)
+    driver.run()
+    assert isinstance(driver.ends["poisoned"], RequestFailed)
+    assert driver.tokens["first"] == reference.answer(prompt_of(1), GREEDY)
+    assert driver.at_rest()
+
+
+class FailsAhead:
+    """A runner whose launches ahead fail, as of decode graphs that cannot take a request."""
+
+    samples_on_device = True
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.ahead = 0
+
+    def can_be_ahead_of(self, step: StepInput) -> bool:
+        return self._runner.can_be_ahead_of(step)
+
+    def launch(self, step: StepInput) -> Launched | None:
+        self.ahead += step.ahead
+        if step.ahead and len(step.sequences) > 1:
+            raise KeyError("no such graph")
+        return self._runner.launch(step)
+
+
+def test_a_step_that_cannot_be_launched_ahead_runs_in_its_turn(
+    model_dir: Path, tmp_path: Path, reference: Reference
+) -> None:
+    rank = single_rank(model_dir, tmp_path / "rendezvous", paged=PagedPath(plain_attention, EagerRecorder()))
+    runner = FailsAhead(rank.runner)
+    driver = EngineDriver(engine_of(rank, runner))  # type: ignore[arg-type]
+    for number in range(2):
+        driver.add(str(number), prompt_of(number), GREEDY)
+    driver.run()
+    for number in range(2):
+        assert driver.tokens[str(number)] == reference.answer(prompt_of(number), GREEDY)
+    assert runner.ahead == 1  # not tried again with them
+    assert driver.at_rest()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_whose_input_cannot_be_made_ends_alone(
+    model_dir: Path, tmp_path: Path, reference: Reference, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here its history fails, which penalties read, from the fourth token of the answer on."""
+    rank = single_rank(model_dir, tmp_path / "rendezvous", paged=PagedPath(plain_attention, EagerRecorder()))
+    history = Sequence.history
+
+    def failing(sequence: Sequence, length: int) -> TokenHistory:
+        if POISON in sequence.tokens and sequence.generated >= 3 + ahead:
+            raise KeyError("no such token")
+        return history(sequence, length)
+
+    monkeypatch.setattr(Sequence, "history", failing)
+    driver = EngineDriver(rank.engine)
+    driver.add("first", prompt_of(1), GREEDY)
+    driver.add("poisoned", [5, POISON, 6], SamplingParams(temperature=0.7, presence_penalty=0.5, max_tokens=8))
+    driver.run()
+    assert isinstance(driver.ends["poisoned"], RequestFailed)
+    assert driver.tokens["first"] == reference.answer(prompt_of(1), GREEDY)
+    assert driver.at_rest()
 
 
 def test_a_gpus_host_may_fail_for_one_request(make: Callable[..., Rank]) -> None:

@@ -49,6 +49,46 @@ build_rank(
 ).follow()
 """
 
+# A rank, the leader too, that fails for steps with token 299: in the second layer, so after collectives.
+POISONED = """
+import torch
+from tandem.engine.runner import ModelRunner
+
+launch, layer_done = ModelRunner.launch, ModelRunner._layer_done
+
+def noted(self, step):
+    self.poisoned = any(299 in each.token_ids for each in step.sequences)
+    return launch(self, step)
+
+def failing(self, reported, layer):
+    if self.poisoned and layer == LAYER:
+        raise IndexError("no row for this token")
+    layer_done(self, reported, layer)
+
+ModelRunner.launch, ModelRunner._layer_done = noted, failing
+"""
+LEAD = """
+from tandem.errors import TandemError
+from tandem.request import SamplingParams
+from tandem.testing.engine import EngineDriver
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+driver = EngineDriver(rank.engine)
+driver.add("well", list(range(20)), GREEDY)
+driver.take(rank.engine.step())
+for name in ("poisoned", "twice"):
+    driver.add(name, [5, 299, len(name)], GREEDY)
+driver.run()
+for number in range(3):
+    driver.add(f"alone {number}", [5, 299, number], GREEDY)
+    driver.run()
+driver.add("later", list(range(30)), GREEDY)
+driver.run()
+print(*(name for name, end in driver.ends.items() if isinstance(end, TandemError)), sep=",")
+print(*driver.tokens["well"], *driver.tokens["later"])
+rank.engine.close()
+"""
+
 LEAD_ONCE_AND_DIE = """
 import os, sys
 from pathlib import Path
@@ -61,10 +101,10 @@ os._exit(9)
 """
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen[bytes]:
+def start(script: str, *arguments: object, stdout: int | None = None) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=stdout)
 
 
 @contextmanager
@@ -113,6 +153,45 @@ def test_ranks_together_equal_the_reference(
         assert driver.at_rest()
         assert leader.layout.kv_heads == max(1, kv_heads // tp)
         assert [process.wait(120) for process in started] == [0] * (tp - 1)
+
+
+def ranks_with_poison(model_dir: Path, rendezvous: Path, layers: tuple[int, int]) -> tuple[str, list[int]]:
+    """What a leader printed that fails in the first of `layers`, beside a follower that does in the second; and their
+    exit codes."""
+    of_rank = (FOLLOW.replace("build_rank(\n", "rank = build_rank(\n").replace(".follow()", "") + LEAD, FOLLOW)
+    started = [
+        start(
+            POISONED.replace("LAYER", str(layer)) + script, model_dir, rendezvous, rank, 2, SPEC.model_dump_json(),
+            stdout=subprocess.PIPE,
+        )
+        for rank, (layer, script) in enumerate(zip(layers, of_rank, strict=True))
+    ]  # fmt: skip
+    try:
+        printed, _ = started[0].communicate(timeout=120)
+        return printed.decode(), [process.wait(120) for process in started]
+    finally:
+        for process in started:
+            with process:
+                process.kill()
+
+
+def test_a_request_that_fails_all_ranks_ends_alone(tmp_path: Path, reference_for: Callable[[Path], Reference]) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, seed=2)
+    printed, codes = ranks_with_poison(model_dir, tmp_path / "rendezvous", (1, 1))
+    answers = [reference_for(model_dir).answer(list(range(length)), GREEDY) for length in (20, 30)]
+    assert printed.splitlines() == [
+        "poisoned,twice,alone 0,alone 1,alone 2",
+        " ".join(str(token) for answer in answers for token in answer),
+    ]
+    assert codes == [0, 0]
+
+
+def test_ranks_that_fail_at_different_places_end(tmp_path: Path) -> None:
+    """They cannot use their collectives again."""
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, seed=2)
+    printed, codes = ranks_with_poison(model_dir, tmp_path / "rendezvous", (0, 1))
+    assert not printed
+    assert 0 not in codes
 
 
 @pytest.mark.slow
