@@ -1,7 +1,8 @@
-"""Exit codes by which a rank's process tells the controller more than that it ended."""
+"""Exit codes by which a worker's process tells the controller more than that it ended."""
 
 from __future__ import annotations
 
 from typing import Final
 
 GPU_LOST_EXIT_CODE: Final = 74
+ENGINE_HUNG_EXIT_CODE: Final = 75  # of the service process: its engine hangs

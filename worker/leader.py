@@ -23,6 +23,7 @@ from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, In
 from worker.io_thread import ServiceLink
 from worker.messages import (
     CacheChanged,
+    Computing,
     FromRouter,
     LeaderReady,
     Peers,
@@ -96,6 +97,7 @@ class Leader:
 
     def _report_computing(self) -> None:
         if self._requests.outbox.report_computing(self._requests.busy_sessions):
+            self._service.send(Computing())
             self._service.flush()
 
     def _tick(self) -> None:

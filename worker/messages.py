@@ -58,9 +58,13 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     hashes: bytes
 
 
+class Computing(msgspec.Struct, frozen=True, tag=True):
+    """A long step is under way, and has finished layers since the last message."""
+
+
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The leader was asked to stop. If its connection ends without this, it died."""
 
 
 ServiceToLeader = SessionOpened | SessionClosed | FromRouter | Peers | StateQuery
-LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged | Leaving
+LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged | Computing | Leaving

@@ -32,8 +32,11 @@ from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.event_publisher import EventPublisher
+from worker.exit_codes import ENGINE_HUNG_EXIT_CODE
+from worker.hang_watch import HangWatch
 from worker.messages import (
     CacheChanged,
+    Computing,
     FromRouter,
     LeaderReady,
     LeaderToService,
@@ -69,9 +72,11 @@ class LeaderLink:
         channel: Channel[LeaderToService],
         publisher: EventPublisher,
         on_info: Callable[[cluster_pb2.WorkerInfo], None],
+        hang_timeout_s: float,
     ) -> None:
         self.channel = channel
         self.died = False
+        self.hangs = HangWatch(lambda: self.channel.send(StateQuery(0)), hang_timeout_s)
         self._all_closed = asyncio.Event()
         self._is_leaving = False
         self._publisher = publisher
@@ -108,6 +113,7 @@ class LeaderLink:
             del self._queries[query]
 
     def handle(self, message: LeaderToService) -> None:
+        self.hangs.heard()
         match message:
             case ToRouter(session=session, frame=frame):
                 self._to_router(session, frame)
@@ -120,9 +126,11 @@ class LeaderLink:
                 self._is_leaving = True
             case LeaderReady(info=info):
                 self._on_info(cluster_pb2.WorkerInfo.FromString(info))
+            case Computing():
+                pass  # that it came is all that it says
 
     async def gone(self) -> None:
-        """Its connection ended. Returns when the routers' sessions have, which learn why."""
+        """Its connection ended, or it hangs. Returns when the routers' sessions have ended, which learn why."""
         self.died = not self._is_leaving
         log.warning("the leader %s: exiting", "died" if self.died else "is gone")
         self._all_closed.clear()
@@ -231,7 +239,8 @@ async def connect_leader(launch: WorkerLaunch) -> Channel[LeaderToService]:
             await asyncio.sleep(0.05)
 
 
-async def serve(launch: WorkerLaunch) -> None:
+async def serve(launch: WorkerLaunch) -> int:
+    """Returns the exit code."""
     channel = await connect_leader(launch)
     messages = aiter(channel)
     first = await anext(messages, None)
@@ -243,7 +252,9 @@ async def serve(launch: WorkerLaunch) -> None:
     )
     tls = ClusterTls.maybe(launch.cluster, Identity.WORKER, launch.tls)
     registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)), tls=tls)
-    leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
+    leader = LeaderLink(
+        channel, publisher, on_info=registration.update_agents, hang_timeout_s=launch.engine.hang_timeout_s
+    )
     server = make_server(tls, ALLOWED, SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
     port = add_port(server, f"{launch.bind_host}:0", tls)
@@ -253,10 +264,26 @@ async def serve(launch: WorkerLaunch) -> None:
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:
         task.add_done_callback(_end_process_on_failure)
-    try:
+
+    async def handle_messages() -> None:
         async for message in messages:
             leader.handle(message)
+
+    handling, hangs = asyncio.create_task(handle_messages()), asyncio.create_task(leader.hangs.run())
+    background += [handling, hangs]
+    try:
+        await asyncio.wait((handling, hangs), return_when=asyncio.FIRST_COMPLETED)
+        is_hung = not handling.done()
         await leader.gone()
+        if is_hung:
+            log.error(
+                "error: the engine took no step and finished no layer for %g s (engine.hang_timeout_s): "
+                "this worker is replaced",
+                launch.engine.hang_timeout_s,
+            )
+            return ENGINE_HUNG_EXIT_CODE
+        handling.result()
+        return 0
     finally:
         for task in background:
             task.cancel()
@@ -270,15 +297,15 @@ def _end_process_on_failure(task: asyncio.Task[None]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def run(launch: WorkerLaunch) -> None:
+async def run(launch: WorkerLaunch) -> int:
     serving = asyncio.current_task()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, lambda: serving.cancel() if serving else None)
     try:
-        await serve(launch)
+        return await serve(launch)
     except asyncio.CancelledError:
-        pass  # by a signal
+        return 0  # by a signal
 
 
 def main() -> None:
@@ -286,7 +313,7 @@ def main() -> None:
     parser.add_argument("--launch", type=Path, required=True)
     launch = WorkerLaunch.load(parser.parse_args().launch)
     setup_logging(launch.log_level, process=f"{launch.worker_id}/service", log_format=launch.log_format)
-    asyncio.run(run(launch))
+    raise SystemExit(asyncio.run(run(launch)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A rank that fails: its GPU, after a number of steps that a file `gpu-fails` in its run folder holds, or in the steps
-of requests whose prompts begin so that they kill it, make its model raise, break the handling of their frames, or take
-a second in each layer."""
+of requests whose prompts begin so that they kill it, make its model raise, break the handling of their frames, take a
+second in each layer, or never end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.rank import RoleParts, main
 from worker.roles import RoleSet
 
 FAULT_FILE = "gpu-fails"
-KILLS, RAISES, BREAKS, CRAWLS = [7] * 5, [8] * 5, [9] * 5, [10] * 5  # how such prompts begin
+KILLS, RAISES, BREAKS, CRAWLS, HANGS = ([token] * 5 for token in range(7, 12))  # how such prompts begin
 
 
 def make_failing_roles(parts: RoleParts) -> RoleSet:
@@ -40,6 +40,8 @@ def make_failing_roles(parts: RoleParts) -> RoleSet:
             os.kill(os.getpid(), signal.SIGKILL)
         if RAISES in begins:
             raise IndexError("no row for this token")
+        while HANGS in begins:
+            time.sleep(1.0)
         runner._layer_done = slow_layer_done if CRAWLS in begins else layer_done  # type: ignore[method-assign]
         return launch(given)
 

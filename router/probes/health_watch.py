@@ -82,9 +82,9 @@ class HealthWatch:
         return Silence(worker.key, silent_s, progress.limit_s(self._stall_s, worker.account.prefill_tokens))
 
     def _fail_stuck(self, worker: Worker, silent_s: float) -> None:
-        fields = {"worker": worker.key.worker_id, "silent_s": round(silent_s, 3)}
-        log.warning("worker is stuck: its requests migrate", extra=fields)
-        worker.link.fail_requests(f"no progress for {silent_s:.1f} s")
+        if worker.link.fail_requests(f"no progress for {silent_s:.1f} s"):
+            fields = {"worker": worker.key.worker_id, "silent_s": round(silent_s, 3)}
+            log.warning("worker is stuck: its requests migrate", extra=fields)
 
     def _send_canary(self, key: WorkerKey, worker: Worker | None) -> None:
         path = None if worker is None else self._path(worker)

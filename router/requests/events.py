@@ -164,6 +164,25 @@ class WorkerGone(_Event, frozen=True):
     error: TandemError
 
 
+class WorkerStalled(_Event, frozen=True):
+    """A worker that has the request shows no progress: the request leaves it."""
+
+    worker: WorkerKey
+    error: TandemError
+
+
+class SuspectHeard(_Event, frozen=True):
+    """A worker that the request left because it stalled goes on: the request is not what stopped it."""
+
+    worker: WorkerKey
+
+
+class SuspectDied(_Event, frozen=True):
+    """A worker that the request left because it stalled never went on, and its engine's process ended."""
+
+    worker: WorkerKey
+
+
 Event = (
     Submitted
     | Queued
@@ -183,4 +202,7 @@ Event = (
     | HoldAnswered
     | AttemptEnded
     | WorkerGone
+    | WorkerStalled
+    | SuspectHeard
+    | SuspectDied
 )

@@ -144,6 +144,16 @@ class RunOnLinks:
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
         self._core.on(self.run, ev.WorkerGone(link.key, error))
 
+    @property
+    def stays_when_stalled(self) -> bool:
+        return self.run.stays_when_stalled
+
+    def on_stalled(self, link: WorkerLink, error: WorkerLost) -> None:
+        self._core.on(self.run, ev.WorkerStalled(link.key, error))
+
+    def on_stall_ended(self, link: WorkerLink, *, died: bool) -> None:
+        self._core.on(self.run, ev.SuspectDied(link.key) if died else ev.SuspectHeard(link.key))
+
 
 def _ticket(ticket: object) -> worker_pb2.HandoffTicket:
     assert isinstance(ticket, worker_pb2.HandoffTicket)

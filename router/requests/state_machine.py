@@ -58,6 +58,7 @@ class RequestRun:
         self._attempts = 0
         self._migrations = 0
         self._deaths: list[str] = []  # workers that died while they computed it
+        self._suspects: set[WorkerKey] = set()  # stalled while they computed it, and silent since
         self.max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
         self._resumed_at = 0  # so many of them before the current attempt
@@ -396,6 +397,26 @@ class RequestRun:
         if event.worker == self.decode or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(event.error, event.worker)
 
+    @property
+    def stays_when_stalled(self) -> bool:
+        """It may be what stops workers: it does not get to a third before the first is heard of."""
+        return bool(self._suspects or self._deaths)
+
+    def _on_worker_stalled(self, event: ev.WorkerStalled) -> None:
+        if event.worker in self._computing():
+            self._suspects.add(event.worker)
+        self._on_worker_gone(ev.WorkerGone(event.worker, event.error))
+
+    def _on_suspect_heard(self, event: ev.SuspectHeard) -> None:
+        self._suspects.discard(event.worker)
+
+    def _on_suspect_died(self, event: ev.SuspectDied) -> None:
+        if event.worker in self._suspects and not self.lifecycle.state.is_end:
+            self._suspects.discard(event.worker)
+            self._deaths.append(event.worker.worker_id)
+            if len(self._deaths) >= MAX_DEATHS:
+                self._reject(self._quarantined())
+
     def _on_worker_error(self, worker: WorkerKey, error: TandemError) -> None:
         is_decode = worker == self.decode
         if is_decode and error.code in REFUSALS and self.lifecycle.state is RequestState.QUEUED:
@@ -442,14 +463,18 @@ class RequestRun:
 
     def _suspected(self, error: TandemError, died: Sequence[WorkerKey]) -> TandemError:
         """The error to go on with: requests in a queue, or that only have blocks reserved, made no worker die."""
-        computing = {
+        computing = self._computing()
+        self._deaths += [each.worker_id for each in died if each in computing]
+        return error if len(self._deaths) < MAX_DEATHS else self._quarantined()
+
+    def _computing(self) -> set[WorkerKey | None]:
+        return {
             RequestState.PREFILLING: {self.prefill or self.decode},
             RequestState.HANDOFF: {self.prefill, self.decode},
             RequestState.DECODING: {self.decode},
         }.get(self.lifecycle.state, set())
-        self._deaths += [each.worker_id for each in died if each in computing]
-        if len(self._deaths) < MAX_DEATHS:
-            return error
+
+    def _quarantined(self) -> RequestQuarantined:
         return RequestQuarantined(
             f"{' and '.join(self._deaths)} died while they computed this request, which may be the cause: it is not "
             "tried on another worker. The router's log has its shape"
@@ -583,6 +608,9 @@ def _handlers() -> dict[type, Callable[[RequestRun, Any], None]]:
         ev.HoldAnswered: RequestRun._on_hold_answered,
         ev.AttemptEnded: RequestRun._on_attempt_ended,
         ev.WorkerGone: RequestRun._on_worker_gone,
+        ev.WorkerStalled: RequestRun._on_worker_stalled,
+        ev.SuspectHeard: RequestRun._on_suspect_heard,
+        ev.SuspectDied: RequestRun._on_suspect_died,
     }
 
 

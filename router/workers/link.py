@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
@@ -55,6 +56,16 @@ class RequestSink(Protocol):
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None: ...
 
+    @property
+    def stays_when_stalled(self) -> bool:
+        """Whether it stays on a worker that stalls, until that goes on or dies."""
+
+    def on_stalled(self, link: WorkerLink, error: WorkerLost) -> None:
+        """As `on_lost`, but `on_stall_ended` follows."""
+
+    def on_stall_ended(self, link: WorkerLink, *, died: bool) -> None:
+        """The worker goes on, its link was lost, or it `died`: it never went on, and its engine's process ended."""
+
 
 class LinkListener(Protocol):
     def link_changed(self, link: WorkerLink) -> None:
@@ -90,6 +101,7 @@ class WorkerLink:
         self._sinks: dict[str, RequestSink] = {}
         self._offset = ClockOffset()
         self._late: dict[str, RequestSink] = {}  # detached, awaiting a report
+        self._stalled: list[RequestSink] = []  # taken off since the last progress
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._takes_batches = False  # several frames per message; older workers do not support it
         self._wake = asyncio.Event()
@@ -139,11 +151,21 @@ class WorkerLink:
     def cancel(self, wire_id: str) -> None:
         self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
 
-    def fail_requests(self, reason: str) -> None:
-        """Takes every request off a worker that is connected but stuck, as if the worker were lost."""
-        for wire_id in self._sinks:
+    def fail_requests(self, reason: str) -> int:
+        """Takes every request off a worker that is connected but stuck, as if the worker were lost. Requests stay that
+        may be what stops workers. Returns how many left."""
+        leaving = {wire_id: sink for wire_id, sink in self._sinks.items() if not sink.stays_when_stalled}
+        for wire_id in leaving:
             self.cancel(wire_id)
-        self._report_lost(reason)
+            del self._sinks[wire_id]
+        self._stalled += leaving.values()
+        error = self._lost_error(WorkerLost, reason)
+        self._for_each([*leaving.values()], lambda sink: sink.on_stalled(self, error))
+        return len(leaving)
+
+    def _end_stall(self, *, died: bool) -> None:
+        stalled, self._stalled = self._stalled, []
+        self._for_each(stalled, lambda sink: sink.on_stall_ended(self, died=died))
 
     def local_s(self, worker_s: float) -> float | None:
         """Converts a time on the worker's clock to the router's."""
@@ -272,6 +294,8 @@ class WorkerLink:
             self.meters.take(frame.meters, now_s)
         if frame.HasField("load"):
             self._take_load(frame.load, now_s)
+        if self._stalled and self.progress.silent_s(now_s) == 0.0:
+            self._end_stall(died=False)
         if len(self._outbox) > MAX_OUTBOX_FRAMES:
             raise _LinkBroken(f"the worker left {MAX_OUTBOX_FRAMES} frames unread")
 
@@ -292,6 +316,7 @@ class WorkerLink:
         self.progress = Progress()
         self._outbox.clear()
         self._late.clear()
+        self._end_stall(died=kind is WorkerDied)
         self._report_lost(reason, kind)
         if was_ready:
             log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
@@ -299,9 +324,15 @@ class WorkerLink:
 
     def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
-        error = kind(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+        error = self._lost_error(kind, reason)
+        self._for_each(sinks, lambda sink: sink.on_lost(self, error))
+
+    def _lost_error(self, kind: type[WorkerLost], reason: str) -> WorkerLost:
+        return kind(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+
+    def _for_each(self, sinks: list[RequestSink], tell: Callable[[RequestSink], None]) -> None:
         for sink in sinks:
             try:
-                sink.on_lost(self, error)
+                tell(sink)
             except Exception:  # a bug in one request's handling must not stop the others from ending
                 log.exception("a request failed to handle the loss of its worker", extra={"worker": self.key.worker_id})

@@ -92,6 +92,11 @@ class EngineSpec(Frozen):
     peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Peak of one rank's device, the base of MBU; unset: measured at start."
     )
+    hang_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        60.0,
+        description="A worker whose engine finishes neither a step nor a layer for this time is replaced, as if it had "
+        "died.",
+    )
 
     @model_validator(mode="after")
     def _share_is_of_a_gpu(self) -> EngineSpec:

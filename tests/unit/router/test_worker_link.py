@@ -85,6 +85,12 @@ class Lost:
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
 
+    stays_when_stalled = False
+
+    def on_stalled(self, link: WorkerLink, error: WorkerLost) -> None: ...
+
+    def on_stall_ended(self, link: WorkerLink, *, died: bool) -> None: ...
+
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
         self.errors.append(error)
 
