@@ -260,6 +260,8 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     if launch.engine.on_gpu:
         torch.cuda.set_device(launch.engine.device)  # the process sees all GPUs; kernels start on the current one
     check_available(launch.transfer.transport, on_gpu=launch.engine.on_gpu)  # on a Ray node, first seen here
+    if index:
+        launch.rank_pid_file(index).write_text(str(os.getpid()))  # the leader is ready later
     io = IoThread(name="rank-io")
     client = AgentClient(io.loop)
     rank = build_rank(
@@ -275,6 +277,7 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     if index == 0:
         log.info("stopping: %s", lead(launch, make_roles, rank, identity, io))
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its leader; to end before it is to die
         rank.follow()
 
 

@@ -48,6 +48,7 @@ from worker.messages import (
     StateQuery,
     ToRouter,
 )
+from worker.rank_ends import RankEnds
 from worker.registration import Registration
 from worker.wire import PROTOCOL_VERSION
 
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 QUEUED_FRAMES = 4096  # per router; a router that leaves more unread is disconnected
 STATE_TIMEOUT_S = 2.0
 SESSIONS_END_S = 2.0
+LEAVING_S = 0.1  # a leader says that it stops before it stops the other ranks
 HELLO_TIMEOUT_S = 10.0
 SERVICE = "tandem.v1.Worker"
 ALLOWED = {
@@ -129,9 +131,16 @@ class LeaderLink:
             case Computing():
                 pass  # that it came is all that it says
 
+    async def lost_rank(self, ranks: RankEnds) -> bool:
+        """Whether another rank has died, and with it the worker."""
+        if ranks.any_ended():
+            await asyncio.sleep(LEAVING_S)
+            self.died = self.died or not self._is_leaving
+        return self.died
+
     async def gone(self) -> None:
         """Its connection ended, or it hangs. Returns when the routers' sessions have ended, which learn why."""
-        self.died = not self._is_leaving
+        self.died = self.died or not self._is_leaving
         log.warning("the leader %s: exiting", "died" if self.died else "is gone")
         self._all_closed.clear()
         for queue in self._sessions.values():
@@ -255,6 +264,7 @@ async def serve(launch: WorkerLaunch) -> int:
     leader = LeaderLink(
         channel, publisher, on_info=registration.update_agents, hang_timeout_s=launch.engine.hang_timeout_s
     )
+    ranks = RankEnds(launch)
     server = make_server(tls, ALLOWED, SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
     port = add_port(server, f"{launch.bind_host}:0", tls)
@@ -270,20 +280,27 @@ async def serve(launch: WorkerLaunch) -> int:
             leader.handle(message)
 
     handling, hangs = asyncio.create_task(handle_messages()), asyncio.create_task(leader.hangs.run())
-    background += [handling, hangs]
+    rank_ended = asyncio.create_task(ranks.wait())
+    background += [handling, hangs, rank_ended]
     try:
-        await asyncio.wait((handling, hangs), return_when=asyncio.FIRST_COMPLETED)
-        is_hung = not handling.done()
+        await asyncio.wait((handling, hangs, rank_ended), return_when=asyncio.FIRST_COMPLETED)
+        if not hangs.done():
+            await leader.lost_rank(ranks)
         await leader.gone()
-        if is_hung:
+        if hangs.done():
             log.error(
                 "error: the engine took no step and finished no layer for %g s (engine.hang_timeout_s): "
                 "this worker is replaced",
                 launch.engine.hang_timeout_s,
             )
             return ENGINE_HUNG_EXIT_CODE
-        handling.result()
+        if handling.done():
+            handling.result()
         return 0
+    except asyncio.CancelledError:
+        if await leader.lost_rank(ranks):  # the reason why this process is told to stop
+            await leader.gone()
+        raise
     finally:
         for task in background:
             task.cancel()

@@ -69,6 +69,10 @@ class WorkerLaunch(Frozen):
         """Unix socket of rank `rank`'s agent for peers' agents on this host (`mapped`)."""
         return Path(self.run_dir) / f"link-{rank}.sock"
 
+    def rank_pid_file(self, rank: int) -> Path:
+        """Process id of rank `rank`, for the worker's service. The leader has none: it is connected."""
+        return Path(self.run_dir) / f"rank-{rank}.pid"
+
     @property
     def rendezvous_file(self) -> Path:
         """The tensor-parallel group's file store."""

@@ -46,6 +46,28 @@ async def test_the_other_rank_ends_with_a_typed_error(pair: StartPair, tmp_path:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+async def test_routers_are_told_whether_a_worker_of_two_ranks_died_or_stops(
+    pair: StartPair, tmp_path: Path, dies: bool
+) -> None:
+    """Also if the controller is quicker to stop what is left than the leader to notice: requests of death count."""
+    model_dir = write_tiny_llama(tmp_path / "tiny", seed=1)
+    async with pair(model_dir, decode_tp=2, engine=EngineSpec(kv_blocks=80)) as live:
+        worker = live.workers.live["decode-0"]
+        running = asyncio.create_task(ManualRouter().generate(live.decode, random_prompt(20, 300), LONG))
+        await asyncio.sleep(0.5)
+        if dies:
+            worker.ranks[0].send_signal(signal.SIGSTOP)  # a leader that notices late
+            worker.ranks[1].kill()
+            await asyncio.to_thread(worker.ranks[1].wait, 20)  # the controller notices no sooner
+        for process in (worker.service, *worker.ranks):
+            process.send_signal(signal.SIGTERM)
+        with pytest.raises(WorkerLost):
+            await running
+        assert live.decode.died is dies
+        worker.kill()
+
+
 STAGES = ("starts", "waits for its peer", "is ready", "is ready and hangs")
 
 

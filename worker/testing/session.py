@@ -14,8 +14,9 @@ from itertools import count
 
 import grpc.aio
 
-from tandem.errors import TandemError, WorkerLost
+from tandem.errors import TandemError, WorkerDied, WorkerLost
 from tandem.request import FinishReason, SamplingParams
+from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from worker.wire import PROTOCOL_VERSION, parse_error, sampling_frame
 
@@ -50,6 +51,7 @@ class WorkerSession:
         self.load = worker_pb2.WorkerLoad()  # as last reported
         self.frames_seen = 0
         self.lost = False
+        self.died = False  # lost because the engine's process ended by itself
 
     async def _frames(self) -> AsyncIterator[worker_pb2.RouterFrame]:
         hello = worker_pb2.RouterHello(router_id="test", protocol=PROTOCOL_VERSION)
@@ -69,8 +71,8 @@ class WorkerSession:
                 events: list[WireEvent] = [*frame.reserved, *frame.tokens, *frame.handoffs, *frame.ended]
                 for event in events:
                     self._events[event.request_id].put_nowait(event)
-        except grpc.aio.AioRpcError:
-            pass  # the worker is gone: see `lost`
+        except grpc.aio.AioRpcError as error:
+            self.died = isinstance(error_from_rpc(error), WorkerDied)
         finally:
             self.lost = True
             for queue in self._events.values():
