@@ -79,7 +79,8 @@ class HealthWatch:
         silent_s = progress.silent_s(now_s)
         if silent_s is None:
             return None
-        return Silence(worker.key, silent_s, progress.limit_s(self._stall_s, worker.account.prefill_tokens))
+        limit_s = progress.limit_s(self._stall_s, worker.account.prefill_tokens)
+        return Silence(worker.key, silent_s, limit_s, progress.stepped_at_s)
 
     def _fail_stuck(self, worker: Worker, silent_s: float) -> None:
         if worker.link.fail_requests(f"no progress for {silent_s:.1f} s"):

@@ -6,8 +6,9 @@
 Pure: facts and the time go in, actions come out; `router.probes.health_watch` executes them. A worker without progress
 is always ejected, because it serves no request, and asked by canaries until it answers. Its requests leave it only if
 another worker can take them: if all are slow, as on a busy host, moving requests between them would only use up their
-migrations. A failing or slow worker is ejected only if at least half of its pool stays; the last worker of a pool is
-never ejected for these reasons.
+migrations. A failing or slow worker is ejected only if at least half of its pool still admits requests; the last worker
+of a pool is never ejected for these reasons. If stalls leave fewer than half, those that only failed or were slow admit
+requests again (Envoy's panic threshold).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class HealthRules:
     slow_samples: int = 24
     first_ejection_s: float = 5.0  # after a stall: `step_s`
     longest_ejection_s: float = 120.0
+    longest_stall_s: float = 4.0  # of an ejection after a stall: back within 5 s of the first good step
     probation_requests: int = 16  # at once; above this limit the worker is healthy
     step_s: float = 1.0  # between two canaries, and between two increases of the limit
     hopeless_factor: float = 6.0  # times the allowed silence: requests leave even if no other worker can take them
@@ -76,6 +78,7 @@ class Silence:
     key: WorkerKey
     silent_s: float
     limit_s: float
+    stepped_at_s: float | None = None  # the last step or answer that it reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class WorkerHealth:
     is_stalled: bool = False  # why it is ejected or on probation: no progress
     admitted: int = 0  # in probation: the limit of requests at once
     until_s: float = 0.0  # end of the ejection
+    ejected_s: float = 0.0
     ejections: int = 0  # recent ones; sets the length of the next
     since_s: float = 0.0  # start of this state
     next_step_s: float = 0.0
@@ -124,7 +128,7 @@ class WorkerHealth:
         self.is_silent = False
 
     def eject(self, now_s: float, rules: HealthRules, reason: EjectReason, *, is_alone: bool) -> None:
-        """Ejects for twice as long as last time; a long healthy period resets that.
+        """Ejects for twice as long as last time, up to a limit; a long healthy period resets that.
 
         A stalled worker is retried every step until it answers. So is one without peers, because no other worker could
         serve.
@@ -134,8 +138,10 @@ class WorkerHealth:
         still_stalls = self.is_stalled and reason is EjectReason.CANARY
         self.is_stalled = still_stalls or reason is EjectReason.STALLED
         first_s = rules.step_s if self.is_stalled else rules.first_ejection_s
-        for_s = first_s if still_stalls else min(first_s * 2**self.ejections, rules.longest_ejection_s)
+        longest_s = rules.longest_stall_s if self.is_stalled else rules.longest_ejection_s
+        for_s = first_s if still_stalls else min(first_s * 2**self.ejections, longest_s)
         self._enter(HealthState.EJECTED, now_s)
+        self.ejected_s = now_s
         self.until_s = now_s + (rules.step_s if is_alone else for_s)
         if not still_stalls:
             self.ejections = min(self.ejections + 1, 32)
@@ -154,6 +160,17 @@ class WorkerHealth:
         self.admitted = max(1, 2 * self.admitted)
         if self.admitted > rules.probation_requests:
             self._enter(HealthState.HEALTHY, now_s)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it takes requests if others do too."""
+        match self.state:
+            case HealthState.SUSPECT:
+                return not self.is_silent
+            case HealthState.PROBATION:
+                return self.admitted > 0
+            case _:
+                return self.state is HealthState.HEALTHY
 
     def add_latency(self, latency_s: float) -> None:
         self.samples += 1
@@ -199,10 +216,15 @@ class HealthBoard:
         if worker.state is HealthState.SUSPECT:
             peers = self._peers(key, worker.pool)
             return not (worker.is_silent and any(peer.state is HealthState.HEALTHY for peer in peers))
-        if worker.state is HealthState.EJECTED or not worker.admitted:
-            return False
+        if not worker.is_in:
+            return not worker.is_stalled and self._panics(worker.pool)
         peers = self._peers(key, worker.pool)
         return requests < worker.admitted or not any(peer.state is HealthState.HEALTHY for peer in peers)
+
+    def _panics(self, pool: Pool) -> bool:
+        """Whether fewer than half of the pool's workers take requests."""
+        workers = [each for each in self._workers.values() if each.pool == pool and each.is_up]
+        return 2 * sum(each.is_in for each in workers) < len(workers)
 
     def all_healthy(self) -> bool:
         return all(worker.state is HealthState.HEALTHY for worker in self._workers.values())
@@ -251,6 +273,8 @@ class HealthBoard:
             worker.next_step_s = now_s + self.rules.step_s
         elif passed and worker.state is HealthState.PROBATION:
             self._admit_more(worker, now_s)
+        elif worker.state is HealthState.PROBATION and worker.admitted and not self._peers(key, worker.pool):
+            worker.next_step_s = now_s + self.rules.step_s  # its steps told more than a canary behind its requests
         elif passed and worker.state is HealthState.SUSPECT:
             worker.clear(now_s)  # keeps the failure count: only a real request resets it
         elif worker.state is HealthState.PROBATION:
@@ -272,10 +296,17 @@ class HealthBoard:
                 actions.append(MigrateRequests(key, silence.silent_s))
             if worker.state is HealthState.EJECTED and now_s >= worker.until_s and worker.is_up:
                 worker.begin_probation(now_s)
+            if silence is not None and self._has_stepped(worker, silence):
+                self._admit_more(worker, now_s)  # a canary would wait behind its requests
             if self._needs_canary(worker) and now_s >= worker.next_step_s:
                 worker.canary_out = True
                 actions.append(SendCanary(key))
         return actions
+
+    def _has_stepped(self, worker: WorkerHealth, silence: Silence) -> bool:
+        """Whether a stalled worker on probation goes on."""
+        asked = worker.state is HealthState.PROBATION and worker.is_stalled and not worker.admitted
+        return asked and silence.stepped_at_s is not None and silence.stepped_at_s > worker.ejected_s
 
     def _judge_silence(self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float) -> None:
         if silence is not None and silence.silent_s > silence.limit_s:
@@ -294,7 +325,7 @@ class HealthBoard:
         if silence.silent_s <= silence.limit_s:
             return False
         is_hopeless = silence.silent_s > self.rules.hopeless_factor * silence.limit_s
-        return is_hopeless or any(map(_takes_over, self._peers(key, worker.pool)))
+        return is_hopeless or any(peer.is_in for peer in self._peers(key, worker.pool))
 
     def _needs_canary(self, worker: WorkerHealth) -> bool:
         suspect = worker.state is HealthState.SUSPECT and not worker.is_silent
@@ -303,9 +334,9 @@ class HealthBoard:
     # ---- decisions
 
     def _eject(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> bool:
-        """Ejects the worker unless more than half of its pool would be out. Returns whether it did."""
+        """Ejects the worker unless more than half of its pool would admit none. Returns whether it did."""
         pool = [each for each in self._workers.values() if each.pool == worker.pool and each.is_up]
-        out = sum(each.state is HealthState.EJECTED for each in pool) + 1
+        out = sum(not (each.is_in or each.is_silent) for each in pool if each is not worker) + 1
         is_allowed = worker.state is not HealthState.EJECTED and 2 * out <= len(pool)
         if is_allowed:
             self._eject_now(key, worker, reason, now_s)
@@ -338,14 +369,3 @@ class HealthBoard:
 
     def _peers(self, key: WorkerKey, pool: Pool) -> list[WorkerHealth]:
         return [each for other, each in self._workers.items() if other != key and each.pool == pool and each.is_up]
-
-
-def _takes_over(worker: WorkerHealth) -> bool:
-    """Whether it may get the requests of a stalled worker."""
-    match worker.state:
-        case HealthState.SUSPECT:
-            return not worker.is_silent
-        case HealthState.PROBATION:
-            return worker.admitted > 0
-        case _:
-            return worker.state is HealthState.HEALTHY

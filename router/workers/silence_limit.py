@@ -17,6 +17,9 @@ class Progress:
     def __init__(self) -> None:
         self._at_s = 0.0
         self._computing_at_s = 0.0
+        self.stepped_at_s: float | None = (
+            None  # a step or an answer was reported; an idle worker's first request is none
+        )
         self._steps: int | None = None
         self._waiting_tokens = 0
         self._s_per_token = FIRST_GUESS_S_PER_TOKEN
@@ -27,7 +30,7 @@ class Progress:
 
     def request_event(self, now_s: float) -> None:
         """A frame about a request came: a token, a ticket, a handoff or an end."""
-        self._at_s = now_s
+        self._at_s = self.stepped_at_s = now_s
 
     def computing(self, now_s: float) -> None:
         """The worker computes a long step. Its time per token is known only at the step's end."""
@@ -40,7 +43,7 @@ class Progress:
             if computed > 0:
                 s_per_token = min(max(now_s - self._at_s, 0.0) / computed, MOST_S_PER_TOKEN)
                 self._s_per_token += (s_per_token - self._s_per_token) / 2
-            self._at_s = now_s
+            self._at_s = self.stepped_at_s = now_s
         self._steps, self._waiting_tokens = steps, waiting_tokens
 
     def excuse(self, pause_s: float) -> None:
