@@ -22,7 +22,7 @@ from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
 from router.edge.slices import Slices
 from router.requests.answers import Answers, Arrival
-from tandem.errors import ErrorCode, TandemError
+from tandem.errors import TandemError
 
 LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
 BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
@@ -188,8 +188,7 @@ class _StreamWriter:
                 parts.append(self._form.end())
                 is_last = True
         except TandemError as error:
-            if error.code is not ErrorCode.CANCELLED:
-                parts.append(self._form.failed(error))
+            parts.append(self._form.failed(error))  # also to a client that was cut because it read too slowly
             is_last = True
         self._write(chain.from_iterable(parts), is_last)
 

@@ -4,7 +4,10 @@ What the core decides is in test_core_*.py and in the scenarios.
 """
 
 import asyncio
+from collections.abc import AsyncIterable
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -13,7 +16,9 @@ from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import RequestCancelled
-from tandem.v1 import cluster_pb2
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
+from tandem.v1 import cluster_pb2, inference_pb2
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
@@ -185,3 +190,34 @@ class TestStop:
         assert "the router stopped before the answer was complete" in events
         assert cluster.ends("failed") == 2
         assert cluster.ends("cancelled") == 0
+
+    async def test_so_do_streams_of_grpc_and_of_the_open_inference_protocol(self, cluster: Cluster) -> None:
+        cluster.decode.behaviour.token_delay_s = 5.0
+        sampling = inference_pb2.SamplingParams(max_tokens=40)
+        generate = cluster.inference.Generate(
+            inference_pb2.GenerateRequest(model=MODEL, prompt="Hi", sampling=sampling)
+        )
+        tensor = oip.ModelInferRequest.InferInputTensor(
+            name="text_input",
+            datatype="BYTES",
+            shape=[1],
+            contents=oip.InferTensorContents(bytes_contents=[b"Hi"]),
+        )
+        max_tokens = {"max_tokens": oip.InferParameter(int64_param=40)}
+        asked = oip.ModelInferRequest(model_name=MODEL, inputs=[tensor], parameters=max_tokens)
+        infer = oip_grpc.GRPCInferenceServiceStub(cluster.channel).ModelStreamInfer(iter([asked]))
+
+        async def last_of(call: AsyncIterable[Any]) -> Any:
+            last = None
+            async for each in call:
+                last = each
+            return last
+
+        both = [asyncio.create_task(last_of(call)) for call in (generate, infer)]
+        await until(lambda: len(cluster.decode.frames("join")) == 2)
+        await cluster.app.close()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await both[0]
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the router stopped before the answer was complete" in (caught.value.details() or "")
+        assert "the router stopped before the answer was complete" in (await both[1]).error_message

@@ -14,7 +14,7 @@ from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEvent
 from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
 from router.requests.answers import Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
-from tandem.errors import WorkerLost
+from tandem.errors import RequestCancelled, WorkerLost
 from tandem.request import FinishReason
 
 
@@ -121,6 +121,19 @@ async def test_a_last_write_that_fails_ends_its_own_stream_and_no_other() -> Non
     with pytest.raises(OSError, match="the connection is gone"):
         await broken.task
     whole.task.cancel()
+
+
+async def test_a_client_that_is_cut_because_it_reads_too_slowly_is_told_when_it_reads_on() -> None:
+    stream = Stream()
+    await stream.begin("a")
+    stream.reader.write_paused = True
+    stream.source.put(piece("b"))
+    stream.source.fail(RequestCancelled("the client left too much of the answer unread"))
+    await stream.flush()
+    assert stream.reader.writes == [b"begin a"]
+    stream.reader.resume()
+    await stream.task
+    assert stream.reader.writes == [b"begin a", b"b failed"]
 
 
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
