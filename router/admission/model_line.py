@@ -77,6 +77,7 @@ class WaitingRequest(Generic[Item]):
     since_s: float
     hold_until_s: float
     refusal: TandemError | None = None  # the last refusal by a worker
+    has_begun: bool = False  # a worker took it, and was lost or failed: its TTFT is past
 
     @property
     def priority(self) -> str:

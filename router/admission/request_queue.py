@@ -1,8 +1,9 @@
 """The router's request queue: bounded, fair between classes and tenants, refusing requests that would wait too long.
 
 Each model has a line of two tiers: batch classes are dispatched only while no other request waits. A request waits
-while its pool has no room or is restarting. It is refused when it waits longer than its class or its deadline allows,
-or at once when the pool's measured rate predicts that. Pure; the dispatcher passes the time.
+while its pool has no room or is restarting. It is refused when it waits longer than its class, that class's TTFT
+objective or its deadline allows, or at once when the pool's measured rate predicts that. Pure; the dispatcher passes
+the time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SPARE_EXPIRIES = 64
 class Refusal(StrEnum):
     """Why a request was refused; a metric label."""
 
-    SLO = "slo"  # predicted to miss the TTFT objective of its class
+    SLO = "slo"  # misses the TTFT objective of its class, by prediction or after waiting
     DEADLINE = "deadline"  # passed, or can no longer be met
     QUEUE_FULL = "queue_full"
     PUSHED_OUT = "pushed_out"  # the queue was full, and a tenant with fewer queued requests took the place
@@ -123,7 +124,7 @@ class RequestQueue(Generic[Item]):
         """Puts a dispatched request back at the front of its tier. Its wait counts from `since_s`."""
         self.remove(item)
         line, hold_s = self._line(model), 0.0 if refusal is None else REFUSED_HOLD_S
-        entry = WaitingRequest(item, terms, tokens, since_s, now_s + hold_s, refusal)
+        entry = WaitingRequest(item, terms, tokens, since_s, now_s + hold_s, refusal, has_begun=refusal is None)
         line.tier(self._classes[terms.priority]).put_first(entry)
         self._track(line, entry)
 
@@ -273,19 +274,25 @@ class RequestQueue(Generic[Item]):
         return [(entry.item, OverloadedError(full, retry_after_s=retry_s))]
 
     def _expiry_s(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> float:
-        """When the wait ends: the timeout of its class, or the last moment that leaves time for the prefill."""
-        due_s = entry.since_s + self._timeouts_s[entry.priority]
-        if entry.terms.deadline_s is None:
-            return due_s
-        return min(due_s, entry.terms.deadline_s - line.least_s(entry.tokens))
+        """When the wait ends: the timeout of its class, or the last moment at which the prefill can still be done by
+        the TTFT objective and by the deadline."""
+        return min(due_s for due_s, _ in self._limits_s(line, entry))
+
+    def _limits_s(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> list[tuple[float, Refusal]]:
+        limits_s = [(entry.since_s + self._timeouts_s[entry.priority], Refusal.TIMEOUT)]
+        least_s, slo_s = line.least_s(entry.tokens), self._classes[entry.priority].ttft_slo_s
+        if slo_s is not None and not entry.has_begun:
+            limits_s.append((entry.since_s + max(0.0, slo_s - least_s), Refusal.SLO))
+        if entry.terms.deadline_s is not None:
+            limits_s.append((entry.terms.deadline_s - least_s, Refusal.DEADLINE))
+        return limits_s
 
     def _expiry_error(self, line: ModelLine[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
         waited = f"waited {now_s - entry.since_s:.3g} s in the queue"
-        timeout_s = self._timeouts_s[entry.priority]
-        if now_s - entry.since_s < timeout_s:
-            self.refusals[entry.priority, Refusal.DEADLINE] += 1
+        _, refusal = min(self._limits_s(line, entry))
+        self.refusals[entry.priority, refusal] += 1
+        if refusal is Refusal.DEADLINE:
             return DeadlineExceeded(f"{waited}; its deadline can no longer be met")
-        self.refusals[entry.priority, Refusal.TIMEOUT] += 1
         if line.worker_seen_s is None or line.worker_seen_s < entry.since_s:
             return NoWorker(
                 f"{waited}; no decode worker for model {line.model!r} was ready", retry_after_s=NO_WORKER_RETRY_S
@@ -295,7 +302,8 @@ class RequestQueue(Generic[Item]):
             return type(entry.refusal)(
                 f"{waited}; a worker last refused it: {entry.refusal.message}", retry_after_s=retry_s
             )
-        return OverloadedError(f"{waited}; no worker had room", retry_after_s=retry_s)
+        missed = "" if refusal is Refusal.TIMEOUT else f"; the TTFT objective of class {entry.priority!r} is missed"
+        return OverloadedError(f"{waited}; no worker had room{missed}", retry_after_s=retry_s)
 
     def _retry_after_s(self, line: ModelLine[Item], now_s: float) -> float:
         """The wait of the line's head: a new request waits at least that long."""

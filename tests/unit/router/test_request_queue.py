@@ -385,3 +385,62 @@ def test_without_a_pace_it_waits_for_the_deadline_itself() -> None:
     offer(queue, "a", RequestTerms("interactive", deadline_s=8.0), tokens=200)
     assert queue.expire(7.9) == []
     assert [item for item, _ in queue.expire(8.0)] == ["a"]
+
+
+# ---- who is admitted meets the objective
+
+
+def test_a_request_waits_no_longer_than_its_objective_leaves_for_the_prefill() -> None:
+    """100 tokens at 100 tokens/s: one second of the two of the objective."""
+    queue = paced(make_queue(limit=100, timeout_s=60.0))
+    offer(queue, "a", URGENT, now_s=10.0)
+    assert queue.next_due_s(10.0) == pytest.approx(11.0, abs=0.01)
+    assert take(queue, 10.5, room=0) == []
+    assert queue.expire(10.9) == []
+    ((item, error),) = queue.expire(11.1)
+    assert item == "a"
+    assert isinstance(error, OverloadedError)
+    assert "the TTFT objective of class 'urgent' is missed" in str(error)
+    assert error.retry_after_s is not None
+    assert queue.refusals["urgent", Refusal.SLO] == 1
+
+
+def test_without_an_objective_it_waits_for_the_timeout() -> None:
+    queue = make_queue(timeout_s=60.0)
+    offer(queue, "a")
+    assert queue.next_due_s(0.0) == 60.0
+
+
+def test_an_answer_that_lost_its_worker_is_not_refused_for_its_first_token() -> None:
+    queue = make_queue(timeout_s=60.0)
+    queue.put_back("m", "begun", URGENT, 100, since_s=0.0, now_s=0.0, refusal=None)
+    queue.put_back("m", "refused", URGENT, 100, since_s=0.0, now_s=0.0, refusal=KvExhausted("full"))
+    assert [item for item, _ in queue.expire(3.0)] == ["refused"]
+    assert [item for item, _ in queue.expire(60.0)] == ["begun"]
+
+
+def test_all_that_are_dispatched_under_overload_meet_the_objective() -> None:
+    """In virtual time: a pool of 100 tokens/s that slows down to a tenth, four times as many requests as it can do."""
+    queue = paced(make_queue(limit=1000, timeout_s=60.0))
+    arrived: dict[str, float] = {}
+    ttfts: list[float] = []
+    done_s, running, refused = 10.0, "", 0
+    for tick in range(400):
+        now_s = 10.0 + tick / 10
+        refused += len(queue.expire(now_s))
+        if tick % 5 == 0:
+            try:
+                queue.offer("m", f"r{tick}", URGENT, 50, now_s)
+                arrived[f"r{tick}"] = now_s
+            except OverloadedError:
+                refused += 1
+        if running and now_s >= done_s:
+            queue.first_token(running, now_s)
+            ttfts.append(now_s - arrived[running])
+            running = ""
+        if not running and (taken := take(queue, now_s, room=1)):
+            running, done_s = taken[0], now_s + (0.5 if tick < 200 else 1.5)
+    assert len(ttfts) > 20
+    assert refused > 10
+    late = [ttft_s for ttft_s in ttfts if ttft_s > 2.0 + 1.5]  # a prefill may take longer than those before it
+    assert not late
