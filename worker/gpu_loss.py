@@ -19,8 +19,9 @@ from worker.exit_codes import GPU_LOST_EXIT_CODE
 log = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the process can go on
-# Errors that torch raises as plain RuntimeError: from its lazy start, and from libraries on the GPU.
-_OTHER_CUDA_ERRORS = ("CUDA error", "CUDA unknown error", "No CUDA GPUs are available", "CUBLAS_STATUS_", "NCCL error")
+# Errors that torch raises as plain RuntimeError: from its lazy start, and from libraries on the GPU. NCCL's say too
+# little: a rank whose peer has ended gets one. If the GPU is lost, the next start fails with an error of CUDA.
+_OTHER_CUDA_ERRORS = ("CUDA error", "CUDA unknown error", "No CUDA GPUs are available", "CUBLAS_STATUS_")
 
 
 def lost_gpu(device: str, error: RuntimeError) -> GpuLost | None:

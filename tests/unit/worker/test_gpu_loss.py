@@ -41,6 +41,11 @@ def test_a_sticky_error_of_the_device_is_its_loss(error: RuntimeError) -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         accelerator_error("CUDA error: out of memory", 2),
+        torch.distributed.DistBackendError(
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, remote process exited or "
+            "there was a network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network "
+            "error or a remote process exiting prematurely."
+        ),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         RuntimeError(""),
     ],
