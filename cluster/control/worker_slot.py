@@ -262,7 +262,6 @@ class WorkerSlot:
                 argv=python("kvtransfer.agent", *_agent_options(launch, rank)),
                 env=AGENT_ENV,
                 restart=True,
-                # An agent of a GPU uses NCCL across hosts, one of host memory gloo: both ends of a link need the same.
             ),
             ProcessSpec(
                 name=f"rank-{rank}",

@@ -31,7 +31,7 @@ MAX_RUN_COPIES = 8  # pieces of more runs are gathered and scattered
 class DevicePool:
     """`words`: i64 [block, layer, 2, head, block_tokens, words of a token].
 
-    Operations wait for the device. Each thread, and so each link, has its own stream.
+    Operations wait for the device. Each thread has its own stream.
 
     Args:
         memory: u8 [pool_bytes].

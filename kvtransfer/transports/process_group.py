@@ -119,7 +119,7 @@ class Group:
 
     def _open(self) -> _TorchGroup:
         if self._group is None:
-            raise HandoffFault(HandoffCause.TRANSPORT, "process_group: the link failed before")
+            raise HandoffFault(HandoffCause.TRANSPORT, "torch.distributed: the link failed before")
         return self._group
 
 
@@ -404,7 +404,7 @@ def as_tensor(data: Bytes) -> Tensor:
 
 def joined(group: Group | None) -> Group:
     if group is None:
-        raise HandoffFault(HandoffCause.TRANSPORT, "process_group: the link is closed")
+        raise HandoffFault(HandoffCause.TRANSPORT, "torch.distributed: the link is closed")
     return group
 
 
@@ -417,4 +417,4 @@ def _library_errors() -> Iterator[None]:
 
 
 def _broken(error: Exception) -> HandoffFault:
-    return HandoffFault(HandoffCause.TRANSPORT, f"process_group: {str(error).splitlines()[0][:200]}")
+    return HandoffFault(HandoffCause.TRANSPORT, f"torch.distributed: {str(error).splitlines()[0][:200]}")
