@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.device_rank import __name__ as DEVICE_RANK
 from cluster.testing.live import LivePair
 from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
@@ -186,6 +187,29 @@ async def test_through_a_handoff(
         links = (await live.prefill.state()).links
         assert {link.transport for link in links} == {transport.value}
         assert {link.state for link in links} == {"ready"}
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.soak_only),
+        pytest.param(2, 4, marks=pytest.mark.soak_only),
+    ],
+)
+async def test_through_messages_between_devices(
+    pair: StartPair, tiny: Path, reference: Reference, prefill_tp: int, decode_tp: int
+) -> None:
+    """The code of `nccl`, over gloo: gathered, digested, sent, verified and scattered in device staging."""
+    async with pair(
+        tiny, rank_module=DEVICE_RANK, forks=None, prefill_tp=prefill_tp, decode_tp=decode_tp,
+        transport=TransportKind.NCCL, engine=ENGINE,
+    ) as live:  # fmt: skip
+        await with_every_length(live, reference)
+        links = (await live.prefill.state()).links
+        assert {(link.transport, link.state) for link in links} == {("nccl", "ready")}
+        assert all(link.bytes > 0 for link in links)
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), [(2, 1, TCP), (1, 2, MAPPED)])
