@@ -10,7 +10,6 @@ bfloat16 in the shape of an 8B model. Limits are measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.device_model import QUICK, DeviceSizes, model_folder
 from benchmarks.handoff_figures import Figure
 from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
@@ -36,65 +35,13 @@ from tandem.request import SamplingParams
 from tandem.testing.engine import NoExport, make_request
 from tandem.testing.models import random_prompt
 
-ELEMENT_BYTES = 2  # bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSizes:
-    """DeviceSizes of the model, then of the measurements."""
-
-    layers: int = 32
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocab: int = 128_256
-    batches: tuple[int, ...] = (1, 64)
-    context: int = 2048
-    prefill: int = 8192
-    steps: int = 40
-    rounds: int = 5
-    copy_bytes: int = 2 << 30
-    matrix: int = 8192
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the matrices of one layer."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = {"q": (query, self.hidden), "k": (key, self.hidden), "v": (key, self.hidden)}
-        attention["o"] = (self.hidden, query)
-        mlp = {"gate": (self.intermediate, self.hidden), "up": (self.intermediate, self.hidden)}
-        mlp["down"] = (self.hidden, self.intermediate)
-        return {f"self_attn.{name}_proj": shape for name, shape in attention.items()} | {
-            f"mlp.{name}_proj": shape for name, shape in mlp.items()
-        }
-
-    @property
-    def weights(self) -> int:
-        """Weights in the matrices that a step multiplies by; it reads only a few rows of the embedding."""
-        return self.layers * sum(rows * columns for rows, columns in self.shapes.values()) + self.vocab * self.hidden
-
-    def step_bytes(self, batch: int, context: float) -> float:
-        """Bytes that one decode step must read: the weights, and keys and values of every request."""
-        kv_token = self.layers * 2 * self.kv_heads * self.head_dim * ELEMENT_BYTES
-        return self.weights * ELEMENT_BYTES + batch * context * kv_token
-
-    def prompt_flops(self) -> float:
-        """Products with the layers' weights for each token, with the output matrix once, and causal attention."""
-        of_layers = 2.0 * (self.weights - self.vocab * self.hidden) * self.prefill
-        attention = 2.0 * self.layers * self.heads * self.head_dim * self.prefill**2  # half of two full products
-        return of_layers + attention + 2.0 * self.vocab * self.hidden
-
-
-QUICK = DeviceSizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
-
 
 @dataclass(slots=True)
 class DeviceBench:
     sizes: DeviceSizes
     device: torch.device
     folder: Path
+    scratch: Path
     rank: Rank = field(init=False)
     step_s: dict[int, float] = field(default_factory=dict)  # of Tandem, by batch size
     _names: Iterator[int] = field(default_factory=count)
@@ -115,7 +62,7 @@ class DeviceBench:
         }
         return build_rank(
             self.folder, EngineSpec.model_validate(defaults | options), rank=0, size=1,
-            rendezvous_file=self.folder / "group", exporter=NoExport(),
+            rendezvous_file=self.scratch / "group", exporter=NoExport(),
             paged=PagedPath(plain_attention, EagerRecorder()) if on_cpu else None,
         )  # fmt: skip
 
@@ -159,9 +106,17 @@ def decode(bench: DeviceBench) -> Iterator[Figure]:
         spans = _timed_replays(bench)
         bench.step_s[batch] = wall_s = _decode_step_s(bench, bench.rank, batch)
         rate = sizes.step_bytes(batch, sizes.context + sizes.steps / 2) / wall_s
-        yield _figure(f"engine.gpu_mbu_b{batch}", rate / 1e9, "GB/s", bench.copy_bytes_per_s() / 1e9)
+        yield _figure(f"engine.gpu_decode_mbu_b{batch}", rate / 1e9, "GB/s", bench.copy_bytes_per_s() / 1e9)
         if busy := spans():
             yield _figure(f"engine.gpu_host_gap_b{batch}", 1e3 * (wall_s - statistics.median(busy)), "ms", 1e3 * wall_s)
+
+
+def sampled(bench: DeviceBench) -> Iterator[Figure]:
+    """Tokens per second of requests that sample, each with a seed. Reference: greedy ones."""
+    for batch in bench.sizes.batches:
+        step_s = _decode_step_s(bench, bench.rank, batch, temperature=0.8, top_p=0.95)
+        greedy_s = bench.step_s.get(batch) or _decode_step_s(bench, bench.rank, batch)
+        yield _figure(f"engine.gpu_sampled_ratio_b{batch}", batch / step_s, "tok/s", batch / greedy_s)
 
 
 def fp8(bench: DeviceBench) -> Iterator[Figure]:
@@ -173,11 +128,13 @@ def fp8(bench: DeviceBench) -> Iterator[Figure]:
     yield _figure(f"engine.gpu_decode_b{batch}_fp8", batch / step_s, "tok/s", batch / plain_s)
 
 
-def _decode_step_s(bench: DeviceBench, rank: Rank, batch: int) -> float:
+def _decode_step_s(
+    bench: DeviceBench, rank: Rank, batch: int, *, temperature: float = 0.0, top_p: float = 1.0
+) -> float:
     """The median time of the steps in which all requests decode."""
-    engine = rank.engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.steps + 2)
+    engine, most = rank.engine, bench.sizes.steps + 2
     for number in range(batch):
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=number, max_tokens=most)
         engine.add(make_request(str(number), bench.prompt(bench.sizes.context), sampling))
     while engine.load().waiting_tokens:
         engine.step()
@@ -229,7 +186,7 @@ def prefill(bench: DeviceBench) -> Iterator[Figure]:
             engine.step()
         took.append(time.perf_counter() - began)
     rate = bench.sizes.prompt_flops() / statistics.median(took[1:])
-    yield _figure("engine.gpu_mfu_8k", rate / 1e12, "TFLOP/s", bench.flops_per_s() / 1e12)
+    yield _figure("engine.gpu_prefill_mfu", rate / 1e12, "TFLOP/s", bench.flops_per_s() / 1e12)
 
 
 def beside_transformers(bench: DeviceBench) -> Iterator[Figure]:
@@ -264,48 +221,10 @@ def _figure(name: str, value: float, unit: str, reference: float) -> Figure:
     return Figure(name, round(value, 6), unit, round(reference, 6), round(value / reference, 6))
 
 
-def write_weights(folder: Path, sizes: DeviceSizes, device: torch.device) -> None:
-    """Writes a checkpoint with one file per layer, generated on the device."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16",
-        "vocab_size": sizes.vocab, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate,
-        "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads, "head_dim": sizes.head_dim,
-        "num_key_value_heads": sizes.kv_heads, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-        "max_position_embeddings": 4 * sizes.prefill, "tie_word_embeddings": False,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator(device).manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        wide = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
-        return wide.mul_(columns**-0.5)
-
-    def norm() -> Tensor:
-        return torch.ones(sizes.hidden, device=device, dtype=torch.bfloat16)
-
-    files = {
-        "ends": {
-            "model.embed_tokens.weight": matrix(sizes.vocab, sizes.hidden),
-            "model.norm.weight": norm(),
-            "lm_head.weight": matrix(sizes.vocab, sizes.hidden),
-        }
-    }
-    weight_map: dict[str, str] = {}
-    for number in range(-1, sizes.layers):
-        if number >= 0:
-            prefix = f"model.layers.{number}."
-            made = {f"{prefix}{name}.weight": matrix(*shape) for name, shape in sizes.shapes.items()}
-            norms = ("input_layernorm", "post_attention_layernorm")
-            files = {f"layer-{number}": made | {f"{prefix}{name}.weight": norm() for name in norms}}
-        for name, tensors in files.items():
-            save_file(tensors, folder / f"{name}.safetensors", metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, f"{name}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 FIGURES: dict[str, Callable[[DeviceBench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
+    "sampled": sampled,
     "fp8": fp8,
     "transformers": beside_transformers,
 }
@@ -318,13 +237,12 @@ def main() -> int:
         "--figure", action="append", choices=FIGURES, help="only these, in this order (may be repeated)"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU: checks only that it runs")
+    parser.add_argument("--model", type=Path, help="the model's folder, written if it is not there; default: temporary")
     options = parser.parse_args()
     sizes = QUICK if options.quick else DeviceSizes()
     device = torch.device("cpu" if options.quick else "cuda:0")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_weights(folder, sizes, device)
-        bench = DeviceBench(sizes, device, folder)
+    with model_folder(options.model, sizes, device) as folder, tempfile.TemporaryDirectory() as scratch:
+        bench = DeviceBench(sizes, device, folder, Path(scratch))
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -16,6 +16,8 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 
 from benchmarks import handoff_bulk, handoff_device, handoff_peers, handoff_workers
 from benchmarks.handoff_figures import QUICK, Figure, HandoffSizes
@@ -26,6 +28,7 @@ FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
     "gloo": handoff_bulk.gloo,
     "tcp": handoff_bulk.tcp,
     "gpu_mapped": handoff_device.gpu_mapped,
+    "gpu_exposed_share": handoff_device.gpu_exposed_share,
     "gpu_peers": handoff_device.gpu_peers,
     "small": handoff_workers.small,
     "exposed_share": handoff_workers.exposed_share,
@@ -45,9 +48,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only this one (may be repeated)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
+    parser.add_argument("--model", type=Path, help="folder of the GPU figures' model, written if it is not there")
     options = parser.parse_args()
+    sizes = replace(QUICK if options.quick else HandoffSizes(), model=options.model)
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    asyncio.run(run(options.figure or list(FIGURES), QUICK if options.quick else HandoffSizes()))
+    asyncio.run(run(options.figure or list(FIGURES), sizes))
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class HandoffSizes:
     peers: int = 200
     peer_handoffs: int = 400
     device: str | None = None  # for the GPU figures; None: the GPU, if there is one
+    model: Path | None = None  # folder of the GPU figures' model, written if it is not there; None: a temporary one
 
 
 QUICK = HandoffSizes(

@@ -130,18 +130,22 @@ async def ttft_extra(sizes: HandoffSizes) -> list[Figure]:
 async def exposed_share(sizes: HandoffSizes) -> list[Figure]:
     """(last layer computed → joined) / (prefill began → last layer computed). Reference: push after prefill, that is
     the same prompt with all KV in the prefill worker's cache, measured from the start of the push."""
+    vocab = DEMO_VOCAB if sizes.demo_model else TINY_VOCAB
+    async with _workers(sizes, sizes.exposed_tokens, demo_model=sizes.demo_model) as pair:
+        return [await exposed_of(pair, "handoff.exposed_share", sizes.exposed_runs, sizes.exposed_tokens, vocab)]
+
+
+async def exposed_of(pair: LivePair, name: str, runs: int, tokens: int, vocab: int) -> Figure:
     draw, hand = random.Random(0), ManualRouter()
     shares: list[float] = []
     after_shares: list[float] = []
-    vocab = DEMO_VOCAB if sizes.demo_model else TINY_VOCAB
-    async with _workers(sizes, sizes.exposed_tokens, demo_model=sizes.demo_model) as pair:
-        for run in range(1 + sizes.exposed_runs):
-            prompt = _prompt(draw, sizes.exposed_tokens, vocab)
-            cold = await _handoff(pair, hand, prompt)
-            cached = await _handoff(pair, hand, prompt)
-            prefill_s = cold.last_layer_at_s - cold.prefill_began_at_s
-            if run:
-                shares.append((cold.joined_at_s - cold.last_layer_at_s) / prefill_s)
-                after_shares.append((cached.joined_at_s - cached.prefill_began_at_s) / prefill_s)
+    for run in range(1 + runs):
+        prompt = _prompt(draw, tokens, vocab)
+        cold = await _handoff(pair, hand, prompt)
+        cached = await _handoff(pair, hand, prompt)
+        prefill_s = cold.last_layer_at_s - cold.prefill_began_at_s
+        if run:
+            shares.append((cold.joined_at_s - cold.last_layer_at_s) / prefill_s)
+            after_shares.append((cached.joined_at_s - cached.prefill_began_at_s) / prefill_s)
     share, after = statistics.median(shares), statistics.median(after_shares)
-    return [Figure("handoff.exposed_share", round(share, 5), "1", round(after, 5), round(share / after, 3))]
+    return Figure(name, round(share, 5), "1", round(after, 5), round(share / after, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,27 @@ ON_DEVICES = {"handoff.gpu_mapped", "handoff.gpu_peer_mapped", "handoff.gpu_nccl
 SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo", *ON_DEVICES}
 TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"}
 PEERS = {"handoff.agent_200_peers_rss_mb", "handoff.agent_200_peers_threads"}
-OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share", *PEERS}
+OTHERS = {
+    "handoff.exposed_share",
+    "handoff.gpu_exposed_share",
+    "handoff.agent_rss_mb",
+    "handoff.gpu_digest_share",
+    *PEERS,
+}
 
 
 @pytest.mark.slow
 def test_a_figure_can_be_asked_for_by_name(figures: Figures) -> None:
     assert figures("benchmarks.handoff", "--figure", "mapped").keys() == {"handoff.mapped"}
+
+
+@pytest.mark.slow
+def test_the_exposed_share_of_devices_is_measured_between_whole_workers(figures: Figures, tmp_path: Path) -> None:
+    options = ("--figure", "gpu_exposed_share", "--model", str(tmp_path / "model"))
+    line = figures("benchmarks.handoff", *options)["handoff.gpu_exposed_share"]
+    assert line["value"] > 0
+    assert line["reference"] > 0
+    assert (tmp_path / "model" / "config.json").exists()  # the next figure finds it there
 
 
 @pytest.mark.soak_only  # as long as thirty other tests
