@@ -1,15 +1,22 @@
-# What first-gpu-run.sh and two-gpu-run.sh share: bounded steps, and a report of them. Source it with the folder as argument.
+# What first-gpu-run.sh and two-gpu-run.sh share: bounded steps, and a report of them. Source it with a title, the default
+# folder, and the arguments of the script: [--quick] [FOLDER].
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:-gpu-run}
+title=$1 out=$2
+shift 2
+quick=()
+for argument in "$@"; do
+  if [ "$argument" = --quick ]; then quick=(--quick); else out=$argument; fi
+done
 mkdir -p "$out"
 : >"$out/results.jsonl"
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+[ ${#quick[@]} = 0 ] || export TANDEM_GPU_TESTS_ON=cpu
 python=${PYTHON:-python3}
-pytest=("$python" -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib -q -p no:cacheprovider)
+pytest=("$python" -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib -v -p no:cacheprovider)
 failed=0
 
-# step NAME SECONDS COMMAND...: runs a command, and records its end and its figures
+# step NAME SECONDS COMMAND...: runs a command, and records its end and its figures. Whatever its end, the next step runs.
 step() {
   local name=$1 limit_s=$2 began=$SECONDS rc=0
   shift 2
@@ -21,8 +28,7 @@ step() {
   tail -n 3 "$out/$name.log"
 }
 
-
-# needs_gpus COUNT: ends the run if torch finds fewer
+# needs_gpus COUNT: ends the run if torch finds fewer; with --quick, it needs none
 needs_gpus() {
   step device 60 "$python" -c '
 import sys
@@ -30,30 +36,36 @@ import torch
 print(torch.__version__, torch.version.cuda, "nccl", torch.cuda.is_available() and torch.cuda.nccl.version())
 found, needed = torch.cuda.device_count(), int(sys.argv[1])
 for index in range(found):
-    print(index, torch.cuda.get_device_properties(index))
-assert found >= needed, f"expected {needed} GPUs or more, torch finds {found}"' "$1"
-  [ "$failed" = 0 ] || exit 1
+    reached = [each for each in range(found) if each != index and torch.cuda.can_device_access_peer(index, each)]
+    print(index, torch.cuda.get_device_properties(index), "reads", reached or "no other")
+assert found >= needed or "--quick" in sys.argv, f"expected {needed} GPUs or more, torch finds {found}"' "$1" "${quick[@]}"
+  [ "$failed" = 0 ] || report
 }
 
-# report TITLE: writes report.md, and ends the run
+# report: writes report.md, and ends the run
 report() {
-  "$python" - "$out" "$1" <<'PYTHON'
+  "$python" - "$out" "$title" <<'PYTHON'
 import json
 import sys
 from pathlib import Path
 
 folder = Path(sys.argv[1])
 lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-report = [f"# {sys.argv[2]}", "", "```", (folder / "device.log").read_text().strip(), "```", ""]
+steps = [each for each in lines if "step" in each]
+logs = {each["step"]: (folder / f"{each['step']}.log").read_text(errors="replace").splitlines() for each in steps}
+report = [f"# {sys.argv[2]}", "", "```", *logs.get("device", []), "```", ""]
 report += ["| step | result | seconds |", "|---|---|---|"]
 ends = {0: "passed", 124: "ran out of time", 137: "killed"}
-report += [f"| {each['step']} | {ends.get(each['rc'], 'failed')} | {each['seconds']} |" for each in lines if "step" in each]
+report += [f"| {each['step']} | {ends.get(each['rc'], 'failed')} | {each['seconds']} |" for each in steps]
 report += ["", "| figure | value | unit | reference | ratio |", "|---|---|---|---|---|"]
 report += [
     f"| `{each['figure']}` | {each['value']} | {each['unit']} | {each['reference']} | {each['ratio']} |"
     for each in lines
     if "figure" in each
 ]
+for each in steps:
+    if each["rc"]:
+        report += ["", f"## The end of {each['step']}.log", "", "```", *logs[each["step"]][-40:], "```"]
 (folder / "report.md").write_text("\n".join(report) + "\n")
 PYTHON
   echo "== $out/report.md"

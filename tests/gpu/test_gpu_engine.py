@@ -14,9 +14,11 @@ import torch
 
 from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, available_kernels
-from tandem.engine.device.graph_recorder import CudaGraphRecorder
+from tandem.engine.attention.varlen_attention import PagedKernel
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.kv_pool import DTYPES
+from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams
@@ -26,21 +28,20 @@ from tandem.model.fp8 import FP8, to_fp8
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
-from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt
+from tests.gpu.conftest import DEVICE, NEEDS_CUDA, ON_GPU, VOCAB, make_recorder
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda:0")
 KNOWS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 NEEDS_ADA = "fp8 needs a GPU of compute capability 8.9"
-VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12)
-FLOAT32: dict[str, Any] = {"device": "cuda:0", "max_running_requests": 11, "max_model_tokens": 400}
+FLOAT32: dict[str, Any] = {"device": str(DEVICE), "max_running_requests": 11, "max_model_tokens": 400}
+HALF = FLOAT32 | {"dtype": "bfloat16"}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, head_dim=64, seed=1)
+def half_kernel() -> PagedKernel:
+    return next(available_kernels(DEVICE, torch.bfloat16))[1] if ON_GPU else plain_attention
 
 
 @pytest.fixture(autouse=True)
@@ -65,36 +66,10 @@ def answers(rank: Rank, count: int) -> dict[str, list[int]]:
     return driver.tokens
 
 
-@pytest.mark.parametrize("pool", ["auto", "float8_e4m3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("page", [8, 16, 128])
-@pytest.mark.parametrize(("kv_heads", "heads", "head_dim"), [(8, 32, 128), (1, 7, 64), (2, 6, 96), (1, 4, 256)])
-def test_every_kernel_there_is_computes_what_it_should(
-    dtype: torch.dtype, pool: str, page: int, kv_heads: int, heads: int, head_dim: int
-) -> None:
-    if pool != "auto" and not KNOWS_FP8:
-        pytest.skip(NEEDS_ADA)
-    layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16" if pool == "auto" else pool)
-    terms = AttentionParams(heads, head_dim**-0.5, None, (None, 24, 1000))
-    there = available_kernels(CUDA, DTYPES[layout.dtype])
-    found = {name: kernel_error(kernel, layout, terms, dtype, CUDA) for name, kernel in there}
-    assert found
-    assert not any(found.values()), found
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs the extra tandem-serve[cuda]")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("page", "kv_heads", "heads"), [(16, 8, 32), (128, 1, 4)])
-def test_flashinfer_computes_what_it_should(dtype: torch.dtype, page: int, kv_heads: int, heads: int) -> None:
-    vendor: Any = importlib.import_module("tandem.engine.attention.flashinfer_attention")
-    layout = KvPoolLayout(1, 1, kv_heads, page, 128, "bfloat16" if dtype == torch.bfloat16 else "float16")
-    terms = AttentionParams(heads, 128**-0.5, None, (None, 24, 1000))
-    assert kernel_error(vendor.FlashInferAttention(layout, terms, dtype, CUDA), layout, terms, dtype, CUDA) is None
-
-
+@NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_element_wise_work_is_tritons_for_it_is_right(dtype: torch.dtype) -> None:
-    assert choose_ops(None, CUDA, dtype) is not TORCH_OPS
+    assert choose_ops(None, DEVICE, dtype) is not TORCH_OPS
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])
@@ -105,16 +80,14 @@ def test_recorded_steps_give_the_tokens_of_launched_ones_and_of_gathered_blocks(
     gathered = single_rank(model_dir, tmp_path / "g", **FLOAT32)
     assert gathered.runner.graphs is None
     launched = single_rank(model_dir, tmp_path / "l", paged=PagedPath(plain_attention, None), **FLOAT32)
-    recorded = single_rank(
-        model_dir, tmp_path / "r", paged=PagedPath(plain_attention, CudaGraphRecorder(CUDA)), **FLOAT32
-    )
+    recorded = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, make_recorder()), **FLOAT32)
     expected = answers(gathered, count)
     assert answers(launched, count) == expected
     assert answers(recorded, count) == expected
 
 
 def test_a_recorded_step_survives_preemption(model_dir: Path, tmp_path: Path) -> None:
-    paged = PagedPath(plain_attention, CudaGraphRecorder(CUDA))
+    paged = PagedPath(plain_attention, make_recorder())
     small = single_rank(model_dir, tmp_path / "s", paged=paged, kv_blocks=20, max_step_tokens=64, **FLOAT32)
     large = single_rank(model_dir, tmp_path / "l", **FLOAT32)
     drivers = EngineDriver(small.engine), EngineDriver(large.engine)
@@ -126,19 +99,102 @@ def test_a_recorded_step_survives_preemption(model_dir: Path, tmp_path: Path) ->
     assert drivers[0].tokens == drivers[1].tokens
 
 
+@pytest.mark.parametrize("count", [1, 3, 11])
+def test_in_half_precision_recorded_steps_give_the_tokens_of_launched_ones(
+    model_dir: Path, tmp_path: Path, count: int
+) -> None:
+    """With the same kernel, and in steps of the same sizes: others may be rounded in another way."""
+    recorded = single_rank(model_dir, tmp_path / "r", paged=PagedPath(half_kernel(), make_recorder()), **HALF)
+    launched = single_rank(model_dir, tmp_path / "l", paged=PagedPath(half_kernel(), EagerRecorder()), **HALF)
+    assert answers(recorded, count) == answers(launched, count)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_in_half_precision_full_recordings_give_the_tokens_of_steps_without_any(
+    model_dir: Path, tmp_path: Path, count: int
+) -> None:
+    """These batches fill their recordings, so both ways multiply matrices of the same sizes."""
+    found = []
+    for name, recorder in (("r", make_recorder()), ("l", None)):
+        rank = single_rank(model_dir, tmp_path / name, paged=PagedPath(half_kernel(), recorder), **HALF)
+        assert (rank.runner.graphs is None) == (recorder is None)
+        driver = EngineDriver(rank.engine)
+        for number in range(count):
+            prompt = random_prompt(1 + 31 * number % 150, VOCAB, number)
+            driver.add(str(number), prompt, replace(SEEDED if number % 2 else GREEDY, max_tokens=20))
+        driver.run()
+        found.append(driver.tokens)
+    assert found[0] == found[1]
+
+
+@NEEDS_CUDA
+def test_the_kernels_of_an_8b_model_compute_what_they_should() -> None:
+    check_kernels(torch.bfloat16, "auto", 16, 8, 32, 128)
+
+
+def test_nccl_of_one_rank_sums_also_when_recorded(tmp_path: Path) -> None:
+    """As far as one GPU goes: its library loads, makes a communicator, and is recorded into a graph."""
+    group = TpGroup(tmp_path / "group", 0, 1, DEVICE)
+    x = torch.arange(1000.0, device=DEVICE)
+
+    def add() -> None:
+        x.add_(1)
+        group.collectives.allreduce([x]).wait()
+
+    add()
+    replay = make_recorder().record(add)
+    before = x.cpu().clone()
+    replay()
+    assert torch.equal(before + 1, x.cpu())
+    assert group.least(7) == 7
+
+
+@NEEDS_CUDA
 def test_in_half_precision_steps_are_recorded_and_nearly_agree_with_gathered_blocks(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """Rounding decides some tokens, after which an answer is another: most first halves must be the same."""
-    half = FLOAT32 | {"dtype": "bfloat16"}
-    chosen = single_rank(model_dir, tmp_path / "c", **half)
+    chosen = single_rank(model_dir, tmp_path / "c", **HALF)
     assert chosen.runner.graphs is not None
-    plain = single_rank(model_dir, tmp_path / "p", paged=PagedPath(plain_attention, None), **half)
+    plain = single_rank(model_dir, tmp_path / "p", paged=PagedPath(plain_attention, None), **HALF)
     ours, theirs = answers(chosen, 9), answers(plain, 9)
     same = [ours[name][:6] == theirs[name][:6] for name in ours]
     assert sum(same) >= 6
 
 
+@pytest.mark.parametrize("pool", ["auto", "float8_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page", [8, 16, 128])
+@pytest.mark.parametrize(("kv_heads", "heads", "head_dim"), [(8, 32, 128), (1, 7, 64), (2, 6, 96), (1, 4, 256)])
+@NEEDS_CUDA
+def test_every_kernel_there_is_computes_what_it_should(
+    dtype: torch.dtype, pool: str, page: int, kv_heads: int, heads: int, head_dim: int
+) -> None:
+    check_kernels(dtype, pool, page, kv_heads, heads, head_dim)
+
+
+def check_kernels(dtype: torch.dtype, pool: str, page: int, kv_heads: int, heads: int, head_dim: int) -> None:
+    if pool != "auto" and not KNOWS_FP8:
+        pytest.skip(NEEDS_ADA)
+    layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16" if pool == "auto" else pool)
+    terms = AttentionParams(heads, head_dim**-0.5, None, (None, 24, 1000))
+    there = available_kernels(DEVICE, DTYPES[layout.dtype])
+    found = {name: kernel_error(kernel, layout, terms, dtype, DEVICE) for name, kernel in there}
+    assert found
+    assert not any(found.values()), found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs the extra tandem-serve[cuda]")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("page", "kv_heads", "heads"), [(16, 8, 32), (128, 1, 4)])
+def test_flashinfer_computes_what_it_should(dtype: torch.dtype, page: int, kv_heads: int, heads: int) -> None:
+    vendor: Any = importlib.import_module("tandem.engine.attention.flashinfer_attention")
+    layout = KvPoolLayout(1, 1, kv_heads, page, 128, "bfloat16" if dtype == torch.bfloat16 else "float16")
+    terms = AttentionParams(heads, 128**-0.5, None, (None, 24, 1000))
+    assert kernel_error(vendor.FlashInferAttention(layout, terms, dtype, DEVICE), layout, terms, dtype, DEVICE) is None
+
+
+@NEEDS_CUDA
 def test_fp8_is_rounded_as_on_a_cpu() -> None:
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * 100
     x[:4] = torch.tensor([1e9, -torch.inf, torch.nan, 2**-10])
@@ -148,11 +204,12 @@ def test_fp8_is_rounded_as_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     "weights", ["int8", pytest.param("fp8", marks=pytest.mark.skipif(not KNOWS_FP8, reason=NEEDS_ADA))]
 )
+@NEEDS_CUDA
 def test_inputs_are_quantised_by_triton_as_by_torch(weights: str) -> None:
     dtype = FP8 if weights == "fp8" else torch.int8
-    ours = checked_rows(dtype, CUDA, torch.bfloat16)
+    ours = checked_rows(dtype, DEVICE, torch.bfloat16)
     assert ours is not quantised_rows
-    x = torch.randn(40, 1520, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(40, 1520, device=DEVICE, dtype=torch.bfloat16)
     x[3] = 0
     (values, scales), (expected, right) = ours(x, dtype), quantised_rows(x, dtype)
     torch.testing.assert_close(scales, right)
@@ -162,7 +219,7 @@ def test_inputs_are_quantised_by_triton_as_by_torch(weights: str) -> None:
 @pytest.mark.skipif(KNOWS_FP8 or not torch.cuda.is_available(), reason="of GPUs before Ada")
 def test_fp8_weights_are_refused_by_what_has_none(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more") as refused:
-        single_rank(model_dir, tmp_path / "r", weights="fp8", **FLOAT32 | {"dtype": "bfloat16"})
+        single_rank(model_dir, tmp_path / "r", weights="fp8", **HALF)
     assert refused.value.field == "engine.weights"
 
 
@@ -173,10 +230,10 @@ def test_fp8_weights_are_refused_by_what_has_none(model_dir: Path, tmp_path: Pat
 def test_quantised_steps_are_recorded_and_score_prompts_much_as_full_precision_does(
     model_dir: Path, tmp_path: Path, options: dict[str, str]
 ) -> None:
-    half, sampling = FLOAT32 | {"dtype": "bfloat16"}, replace(GREEDY, prompt_logprobs=0)
+    sampling = replace(GREEDY, prompt_logprobs=0)
     found = []
     for own in ({}, options):
-        rank = single_rank(model_dir, tmp_path / "r", **half | own)
+        rank = single_rank(model_dir, tmp_path / "r", **HALF | own)
         assert rank.runner.graphs is not None
         driver = EngineDriver(rank.engine)
         for number in range(9):

@@ -24,10 +24,12 @@ from kvtransfer.pool.pools import make_host_staging
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.testing.models import FaultSettings
+from tests.gpu.conftest import DEVICE, NEEDS_CUDA, NEEDS_TWO
 
 pytestmark = pytest.mark.gpu
+NAME = str(DEVICE)
 LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=16, head_dim=64, dtype="bfloat16")
-PAIRS = [("cuda:0", "cuda:0"), *([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [])]
+PAIRS = [(NAME, NAME), *([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [])]
 TIMEOUT_S = 60.0  # agents load torch and make a context
 
 
@@ -54,7 +56,7 @@ def test_copies_and_digests_are_those_of_host_memory(
 
 
 def test_a_span_goes_over_host_memory_and_back() -> None:
-    (source, _), (target, target_bytes) = pool_of(1, "cuda:0"), pool_of(2, "cuda:0")
+    (source, _), (target, target_bytes) = pool_of(1, NAME), pool_of(2, NAME)
     span = PoolSpan((3, 4, 9), 5, 0, 3, 1, 2)
     size = sum(part.size for part in target_bytes.slices(span))
     staging = make_host_staging(source)
@@ -66,6 +68,7 @@ def test_a_span_goes_over_host_memory_and_back() -> None:
     assert target.digest(span, keys) == source.digest(span, keys)
 
 
+@NEEDS_CUDA
 def test_a_gpu_is_found_by_its_uuid() -> None:
     for index in range(torch.cuda.device_count()):
         assert gpu_index(gpu_uuid(index)) == index
@@ -83,6 +86,7 @@ torch.cuda.synchronize()
 """
 
 
+@NEEDS_CUDA
 @pytest.mark.parametrize("size", [1 << 20, 64 << 20])
 def test_another_process_reads_and_writes_a_tensor_inside_a_larger_allocation(size: int) -> None:
     """Small tensors share an allocation of torch's, so the second has an offset in it."""
@@ -111,7 +115,7 @@ def test_blocks_arrive_by_cuda_ipc(tmp_path: Path, devices: tuple[str, str], dig
 
 
 @pytest.mark.parametrize("transport", ["tcp", "process_group"])
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", ""), ("", "cuda:0")])
+@pytest.mark.parametrize("devices", [(NAME, NAME), (NAME, ""), ("", NAME)])
 def test_blocks_arrive_over_host_memory(tmp_path: Path, devices: tuple[str, str], transport: str) -> None:
     async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
         await complete(start(prefill, decode, 0))
@@ -119,7 +123,7 @@ def test_blocks_arrive_over_host_memory(tmp_path: Path, devices: tuple[str, str]
     between(tmp_path, devices, check, transport=transport)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+@NEEDS_TWO
 @pytest.mark.parametrize("digests", [True, False])
 def test_blocks_arrive_by_nccl(tmp_path: Path, digests: bool) -> None:
     async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -129,6 +133,26 @@ def test_blocks_arrive_by_nccl(tmp_path: Path, digests: bool) -> None:
         assert report.transport == "nccl"
 
     between(tmp_path, ("cuda:0", "cuda:1"), check, transport="nccl", digests=digests)
+
+
+def test_nccl_between_two_agents_on_one_gpu_carries_blocks_or_says_why_not(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU, after the agents made a communicator; gloo, on a CPU, does not."""
+
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        rank = prefill.ranks[0]
+        states = [rank.expect(LinkReport, state=state, timeout_s=TIMEOUT_S) for state in ("ready", "down", "refused")]
+        tasks = [asyncio.ensure_future(state) for state in states]
+        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        report = done.pop().result()
+        print(report)
+        if report.state == "ready":
+            await complete(start(prefill, decode, 0))
+        else:
+            assert "nccl" in report.reason.lower()
+
+    between(tmp_path, (NAME, NAME), check, transport="nccl")
 
 
 def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
@@ -142,7 +166,7 @@ def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
         await complete(start(prefill, decode, 1))
 
     launcher = ("-m", "kvtransfer.testing.agent", "--faults", faults.to_json())
-    between(tmp_path, ("cuda:0", "cuda:0"), check, launcher=launcher)
+    between(tmp_path, (NAME, NAME), check, launcher=launcher)
 
 
 def between(

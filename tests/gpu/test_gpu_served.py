@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cluster.testing.live import live_pair
 from tandem.config.spec import EngineOverrides, EngineSpec, TransportKind
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
-from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt
+from tests.gpu.conftest import DEVICE, NEEDS_TWO, ON_GPU, VOCAB
 from worker.testing.session import ManualRouter
 
 pytestmark = pytest.mark.gpu
-VOCAB = 300
 LENGTHS = (1, 17, 100, 333)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=20)
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
-NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-SHARED: dict[str, Any] = {"device": "cuda:0", "device_share": 0.2, "kv_blocks": 256, "max_model_tokens": 400}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, head_dim=64, seed=1)
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        yield Path(folder)
+SHARED: dict[str, Any] = {"device": str(DEVICE), "kv_blocks": 256, "max_model_tokens": 400}
+SHARED |= {"device_share": 0.2} if ON_GPU else {}
+RANK_MODULE = "cluster.backends.rank_process" if ON_GPU else "cluster.testing.device_rank"
 
 
 def tokens_alone(model_dir: Path, folder: Path, dtype: str) -> dict[str, list[int]]:
@@ -53,7 +40,7 @@ def check_handoffs(expected: dict[str, list[int]], carried: str, *where: Any, **
 
     async def check() -> None:
         hand = ManualRouter()
-        async with live_pair(*where, rank_module="cluster.backends.rank_process", **options) as pair:
+        async with live_pair(*where, rank_module=RANK_MODULE, **options) as pair:
             for length in LENGTHS:
                 for name, sampling in SAMPLINGS.items():
                     answer = await hand.handoff(
