@@ -20,5 +20,7 @@ step nccl 90 "${pytest[@]}" tests/gpu -k nccl
 step engine_speed 330 "$python" -m benchmarks.engine_device --model "$model" "${quick[@]}"
 step handoff_speed 60 "$python" -m benchmarks.handoff --figure gpu_mapped "${quick[@]}"
 step exposed_share 150 "$python" -m benchmarks.handoff --figure gpu_exposed_share --model "$model" "${quick[@]}"
-step all_gpu_tests 300 "${pytest[@]}" tests/gpu/test_gpu_served.py tests/gpu/test_gpu_handoff.py tests/gpu/test_gpu_engine.py
+rest=(tests/gpu/test_gpu_served.py tests/gpu/test_gpu_handoff.py tests/gpu/test_gpu_engine.py)
+[ ${#quick[@]} = 0 ] || rest+=(-k "on_one_gpu_gives and tcp") # the others ran before, or need CUDA
+step all_gpu_tests 300 "${pytest[@]}" "${rest[@]}"
 report
