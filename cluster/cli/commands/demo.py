@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import grpc.aio
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
+from cluster.cli.lossy_output import lossy_output
 from cluster.cli.router_client import chat_request, edge_channel, generate
 from cluster.interruptible import run_interruptible
 from cluster.spec.loader import load_spec
@@ -40,7 +42,8 @@ class DemoRequest:
 
 
 def run_demo() -> int:
-    return run_interruptible(_demo(console()))
+    with lossy_output():
+        return run_interruptible(_demo(console()))
 
 
 def demo_spec() -> ClusterSpec:
@@ -64,7 +67,7 @@ async def _demo(console: Console) -> int:
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {what}[/]")
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {escape(what)}[/]")
 
     console.print("[bold]Tandem[/]: one prefill worker, one decode worker; KV blocks move from one to the other")
     async with running_cluster(demo_spec(), progress) as cluster:

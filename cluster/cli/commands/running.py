@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, resolve
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
@@ -116,7 +119,7 @@ class Controllers:
                 watching.cancel()
             if self._is_final(end):
                 return
-            self._progress(f"{end.reason}; the next one takes over")
+            self._say(f"{end.reason}; the next one takes over")
             await self.keeper.stop(CONTROLLER)
             delay_s = 0.0 if loop.time() - started_s >= STABLE_S else min(MAX_DELAY_S, 2 * delay_s + 0.1)
             await asyncio.sleep(delay_s)
@@ -134,7 +137,7 @@ class Controllers:
             await asyncio.sleep(BEAT_S)
             self._missed += 1
             if self._missed > MISSED_BEATS:
-                self._progress(f"the controller has not answered for {MISSED_BEATS * BEAT_S:g} s: killing it")
+                self._say(f"the controller has not answered for {MISSED_BEATS * BEAT_S:g} s: killing it")
                 controller = (await self.keeper.members()).get(CONTROLLER)
                 for process in controller.processes if controller is not None else ():
                     os.kill(process.pid, signal.SIGKILL)
@@ -145,17 +148,24 @@ class Controllers:
             self._ready.set_exception(UnavailableError(end.reason))
         return end.exit_code == 0 or (self._ready.done() and self._ready.exception() is not None)
 
+    def _say(self, text: str) -> None:
+        """What cannot be told must not end the cluster."""
+        try:
+            self._progress(text)
+        except Exception:
+            log.exception("cannot tell: %s", text)
+
     def _reported(self, kind: str, text: str) -> None:
         if kind == BEAT:
             self._missed = 0
         elif kind == PROGRESS:
-            self._progress(text)
+            self._say(text)
         elif kind == READY and not self._ready.done():
             self._ready.set_result(ReadyReport.model_validate_json(text))
         elif kind == FAILED:
             error = FailureReport.model_validate_json(text).error()
             if self._ready.done():
-                self._progress(f"the controller could not take over: {error.message}")
+                self._say(f"the controller could not take over: {error.message}")
             else:
                 self._ready.set_exception(error)
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from cluster.cli.admin_client import folder_spec
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
+from cluster.cli.lossy_output import lossy_output
 from cluster.interruptible import run_interruptible
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import assignments, load_spec
@@ -88,7 +91,9 @@ def _tls_fields(folder: Path | None) -> dict[str, str]:
 
 def run_up(flags: UpFlags) -> int:
     check_requirements()  # first: the spec may depend on the Secrets
-    return run_interruptible(_up(flags.source()))
+    source = flags.source()
+    with lossy_output():
+        return run_interruptible(_up(source))
 
 
 async def _up(source: SpecSource) -> int:
@@ -97,7 +102,7 @@ async def _up(source: SpecSource) -> int:
     started_s = time.monotonic()
 
     def progress(text: str) -> None:
-        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {text}")
+        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {escape(text)}")
 
     async with running_cluster(spec, progress, source) as cluster:
         models = ", ".join(

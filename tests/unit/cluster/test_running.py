@@ -1,0 +1,118 @@
+"""`tandem up` as the keeper of controllers: nothing that one of them does or says ends the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from cluster.cli.commands import running as running_module
+from cluster.cli.commands.running import CONTROLLER, Controllers
+from cluster.control.launch import ControllerLaunch
+from cluster.spec.changes import SpecSource
+from cluster.spec.resolve import ResolvedCluster
+from tandem.config.spec import ClusterSpec
+from tests.unit.cluster.test_interrupt import start_up, wait_for
+
+SERVING = """
+import asyncio, sys
+from pathlib import Path
+from cluster.keeper.remote import RemoteKeeper
+
+async def main():
+    keeper = await RemoteKeeper.connect(Path(sys.argv[1]))
+    await keeper.report("ready", '{"admin": "a:1", "http": ["h:1"], "grpc": ["g:1"]}')
+    await keeper.wait_lost()
+
+asyncio.run(main())
+"""
+
+Start = Callable[[str, Callable[[str], None]], Controllers]
+
+
+@pytest.fixture
+async def start(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[str, Callable[[str], None]], Controllers]]:
+    """Makes Controllers whose controllers run this script."""
+    made: list[Controllers] = []
+    folder = tmp_path_factory.mktemp("k")
+    spec = ClusterSpec()
+    launch = ControllerLaunch.of(
+        ResolvedCluster(spec, ()),
+        SpecSource(spec, {}),
+        run_base=folder,
+        keeper_dir=folder,
+        log_dir=folder / "logs",
+        ray_dir=folder,
+    )
+
+    def make(script: str, progress: Callable[[str], None]) -> Controllers:
+        argv = (sys.executable, "-c", script, launch.keeper_socket)
+        monkeypatch.setattr(running_module, "python", lambda module, *arguments: argv)
+        made.append(Controllers(launch, progress))
+        return made[-1]
+
+    yield make
+    for controllers in made:
+        await controllers.close()
+
+
+async def pid_of_controller(controllers: Controllers, before: int = 0) -> int:
+    """Of the first one after `before`."""
+    async with asyncio.timeout(30):
+        while True:
+            found = (await controllers.keeper.members()).get(CONTROLLER)
+            for process in found.processes if found is not None else ():
+                if process.pid != before:
+                    return process.pid
+            await asyncio.sleep(0.02)
+
+
+async def test_a_line_that_cannot_be_told_does_not_end_the_cluster(start: Start) -> None:
+    def progress(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    controllers = start(SERVING, progress)
+    await controllers.start()
+    before = await pid_of_controller(controllers)
+    os.kill(before, signal.SIGKILL)
+    await pid_of_controller(controllers, before)
+    assert not controllers.stopped.is_set()
+
+
+@pytest.mark.slow
+async def test_a_reader_of_its_output_that_is_gone_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tandem up | head`."""
+    monkeypatch.setenv("TANDEM_REDIS__MODE", "none")
+    with start_up(tmp_path) as process:
+        await asyncio.to_thread(wait_for, process, "ready in")
+        assert process.stdout is not None
+        process.stdout.close()
+        (state,) = (tmp_path / "state" / "tandem").glob("*.json")
+        url = f"http://{json.loads(state.read_text())['http']}/v1/completions"
+
+        def controller() -> psutil.Process | None:
+            family = psutil.Process(process.pid).children()
+            return next((each for each in family if "cluster.control" in each.cmdline()), None)
+
+        first = controller()
+        assert first is not None
+        first.kill()  # `tandem up` says so
+        async with asyncio.timeout(60), httpx.AsyncClient(timeout=60.0) as client:
+            while (now := controller()) is None or now.pid == first.pid:
+                await asyncio.sleep(0.05)
+            body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+            assert (await client.post(url, json=body)).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 90) == 0
