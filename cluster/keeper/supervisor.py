@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from cluster.devices import CPU
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess
@@ -125,24 +126,36 @@ class Supervisor:
             )
 
     async def _watch(self, spec: ProcessSpec) -> None:
+        """A watch that fails ends the member: else the end of the process would be seen by no one."""
+        try:
+            code = await (self._restart_for_ever(spec) if spec.restart else self._children[spec.name].wait())
+            how = f"{_exit_text(code)}{self._log_hint(spec.name)}"
+            self._end(f"{self._name}/{spec.name} {how}", code if code >= 0 else None)
+        except Exception as error:
+            log.exception("the watch of %s/%s failed", self._name, spec.name)
+            self._end(f"{self._name}/{spec.name} could not be watched: {type(error).__name__}: {error}")
+
+    async def _restart_for_ever(self, spec: ProcessSpec) -> NoReturn:
         loop = asyncio.get_running_loop()
         delay_s = RESTART_DELAY_S
         while True:
             started_s = loop.time()
-            code = await self._children[spec.name].wait()
-            how = _exit_text(code)
-            if not spec.restart:
-                break
+            how = _exit_text(await self._children[spec.name].wait())
             log.warning("%s/%s %s; restarting it", self._name, spec.name, how)
-            stable = loop.time() - started_s >= STABLE_S
-            delay_s = RESTART_DELAY_S if stable else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            delay_s = RESTART_DELAY_S if loop.time() - started_s >= STABLE_S else _longer(delay_s)
             await asyncio.sleep(delay_s)
-            try:
-                await self._spawn(spec)
-            except OSError as error:
-                how = f"could not be restarted: {error}"
-                break
-        self._end(f"{self._name}/{spec.name} {how}{self._log_hint(spec.name)}", code if code >= 0 else None)
+            while not await self._respawned(spec):
+                delay_s = _longer(delay_s)
+                await asyncio.sleep(delay_s)
+
+    async def _respawned(self, spec: ProcessSpec) -> bool:
+        """False on an error that may pass: a full disk or table of processes."""
+        try:
+            await self._spawn(spec)
+        except OSError as error:
+            log.warning("%s/%s cannot be restarted yet: %s", self._name, spec.name, error)
+            return False
+        return True
 
     def _log_of(self, process: str) -> Path:
         return self._log_dir / f"{self._name}.{process}.log"
@@ -193,8 +206,17 @@ def bound_log(path: Path) -> None:
         log.warning("cannot bound the log %s: %s", path, error.strerror)
 
 
+def _longer(delay_s: float) -> float:
+    return min(MAX_RESTART_DELAY_S, 2 * delay_s)
+
+
 def _exit_text(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal, most of which have no name
+        return f"was killed by signal {-code}"
 
 
 def _python_path() -> dict[str, str]:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,6 +53,52 @@ async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_pa
     async with asyncio.timeout(10):
         reason = (await supervisor.wait_end()).reason
     assert "m/rank ended with exit code 3: no room at all" in reason
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40"), (63, "signal 63")])
+async def test_every_signal_that_ends_it_is_seen(tmp_path: Path, number: int, name: str) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP)))
+    os.kill(pid_of(supervisor, "rank"), number)
+    async with asyncio.timeout(30):
+        assert (await supervisor.wait_end()).reason.startswith(f"m/rank was killed by {name}")
+    await supervisor.stop()
+
+
+async def test_a_watch_that_fails_ends_the_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(code: int) -> str:
+        raise LookupError("no text")
+
+    monkeypatch.setattr(supervisor_module, "_exit_text", fail)
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP)))
+    os.kill(pid_of(supervisor, "rank"), signal.SIGKILL)
+    async with asyncio.timeout(30):
+        assert (await supervisor.wait_end()).reason == "m/rank could not be watched: LookupError: no text"
+    await supervisor.stop()
+
+
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a full disk, or a full table of processes."""
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="redis", argv=SLEEP, restart=True)))
+    before, spawn, failures = pid_of(supervisor, "redis"), asyncio.create_subprocess_exec, 2
+
+    async def spawned(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(*argv, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    monkeypatch.setattr(supervisor_module, "RESTART_DELAY_S", 0.01)
+    os.kill(before, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while not any(process.pid != before for process in supervisor.processes()):
+            await asyncio.sleep(0.02)
+    assert (failures, supervisor.end) == (-1, None)
     await supervisor.stop()
 
 
