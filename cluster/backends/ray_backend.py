@@ -370,10 +370,12 @@ class RayBackend:
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         resources = tuple(members)
-        reservation = _Reservation(resources, self._found(group) or self._reserve(group, resources), [])
+        found = self._found(group)
+        reservation = _Reservation(resources, found or self._reserve(group, resources), [])
         self._reservations[group] = reservation
         try:
-            if not await asyncio.to_thread(reservation.placement.wait, self._place_timeout_s):
+            # What an earlier controller reserved is not waited for: Ray may be moving it from a lost node.
+            if found is None and not await asyncio.to_thread(reservation.placement.wait, self._place_timeout_s):
                 free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
                 raise ConfigError(
                     f"{group}: no Ray node has {reservation.placement.bundle_specs} free; Ray has {free}: add a node "

@@ -163,11 +163,9 @@ class Controller:
         self.applier.source = SpecSource(record.spec, record.flags)
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
-        await run_together(
-            self.routers.resume(record.routers),
-            self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers),
-        )
+        self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers)
         await self._serve_admin()
+        await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(self.scaler.resume(record.under_way)))
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:

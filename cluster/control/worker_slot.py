@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ STABLE_S = 10.0  # a worker that was ready for so long restarts without backoff
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
+Place = Callable[[], Awaitable[Sequence[MemberHandle]]]
+
+
 def _is_gpu_loss(end: MemberEnd) -> bool:
     return end.exit_code == GPU_LOST_EXIT_CODE
 
@@ -52,6 +55,9 @@ class EpochSettings:
 class WorkerSlot:
     """Calls `on_change` whenever the worker enters or leaves READY.
 
+    `place` gives the members. With a `record`, the worker is there as it tells before its members are placed: a host
+    that has no room must not keep the others from being taken over.
+
     `epoch` is the running epoch or, between two epochs, the next one: an ended epoch can no longer register.
     """
 
@@ -60,7 +66,7 @@ class WorkerSlot:
         worker_id: str,
         role: Role,
         model: ResolvedModel,
-        members: Sequence[MemberHandle],
+        place: Place,
         settings: EpochSettings,
         on_change: Callable[[WorkerSlot], None],
         record: WorkerRecord | None = None,
@@ -74,7 +80,9 @@ class WorkerSlot:
         self.restarts = 0
         self.info: cluster_pb2.WorkerInfo | None = None
         self.drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
-        self._members = list(members)
+        self._place = place
+        self._members: list[MemberHandle] | None = None  # None: not placed
+        self._is_taken_over = record is not None
         self._settings = settings
         self._on_change = on_change
         self._failures = 0
@@ -111,6 +119,8 @@ class WorkerSlot:
     async def run(self) -> None:
         """Runs one epoch after another until cancelled or given up."""
         try:
+            if self.is_given_up:  # taken over so
+                self._members = list(await self._place())  # which it keeps until it is removed
             while not self.is_given_up:
                 self._epoch_ended(await self._observed_epoch())
                 await self._stop()
@@ -152,22 +162,25 @@ class WorkerSlot:
             self._restart_reason.set_result(MemberEnd(reason=reason))
 
     async def processes(self) -> list[RunningProcess]:
-        found = await asyncio.gather(*(member.running() for member in self._members))
+        found = await asyncio.gather(*(member.running() for member in self._members or ()))
         return [process for member in found if member is not None for process in member.processes]
 
     async def _observed_epoch(self) -> MemberEnd:
-        """An epoch that cannot be run ends like any other, unless the worker never was ready: the start says why."""
+        """An epoch that cannot be run ends like any other, unless the worker never was ready: the start says why. A
+        worker that is taken over may get a place later."""
         try:
             return await self._run_epoch()
         except Exception as error:
-            if not self._was_ever_ready:
+            if not self._was_ever_ready and not self._is_taken_over:
                 raise
             log.exception("%s: an epoch could not be run", self.worker_id)
             return MemberEnd(reason=f"its epoch could not be run: {error}")
 
     async def _run_epoch(self) -> MemberEnd:
         """Returns why the epoch ended."""
-        if (ended := await self._start_members()) is not None:
+        if self._members is None:
+            self._members = list(await self._place())
+        if (ended := await self._start_members(self._members)) is not None:
             return ended
         self._restart_reason = asyncio.get_running_loop().create_future()
         ends: list[asyncio.Future[MemberEnd]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
@@ -185,16 +198,16 @@ class WorkerSlot:
             for end in ends:
                 end.cancel()
 
-    async def _start_members(self) -> MemberEnd | None:
+    async def _start_members(self, members: Sequence[MemberHandle]) -> MemberEnd | None:
         """Starts every rank, unless an earlier controller has. Returns why the epoch ended meanwhile; None: it runs."""
         launch = self._launch()
-        starts = [self._start(launch, rank) for rank in range(len(self._members))]
-        found = await asyncio.gather(*(member.running() for member in self._members))
+        starts = [self._start(launch, rank) for rank in range(len(members))]
+        found = await asyncio.gather(*(member.running() for member in members))
         if not all(map(is_running, found, starts)):
             if self.state is WorkerState.READY or any(found):
                 ends = [each.end for each in found if each is not None and each.end is not None]
                 return ends[0] if ends else MemberEnd(reason=f"{self.worker_id} did not run completely")
-            await asyncio.gather(*(member.start(start) for member, start in zip(self._members, starts, strict=True)))
+            await asyncio.gather(*(member.start(start) for member, start in zip(members, starts, strict=True)))
         return None
 
     def _epoch_ended(self, end: MemberEnd) -> None:
@@ -230,7 +243,7 @@ class WorkerSlot:
         return self._ready_since_s is not None and now_s - self._ready_since_s >= STABLE_S
 
     async def _stop(self) -> None:
-        await asyncio.gather(*(member.stop() for member in self._members), return_exceptions=True)
+        await asyncio.gather(*(member.stop() for member in self._members or ()), return_exceptions=True)
 
     def _launch(self) -> WorkerLaunch:
         spec = self._settings.spec

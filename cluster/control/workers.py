@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import grpc.aio
 
-from cluster.backends.protocol import Backend, Resources
+from cluster.backends.protocol import Backend, MemberHandle, Resources
 from cluster.control.directory import Directory
 from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.tasks import raise_failure, run_together
-from cluster.control.worker_slot import ROLES, EpochSettings, WorkerSlot
+from cluster.control.worker_slot import ROLES, EpochSettings, Place, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
 from kvtransfer.control import REACHABLE, LinkState
 from tandem.config.spec import EngineSpec, Role
@@ -87,13 +88,15 @@ class Workers:
             starts += [self.add(name, role, model) for name in names]
         await run_together(*starts)
 
-    async def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
-        """Takes over the workers of an earlier controller. Raises ConfigError if one that ended has no room."""
+    def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
+        """Takes over the workers of an earlier controller. One that has no room restarts when it has."""
         self._settings = settings
         for each in records:
             if each.devices:
                 self._backend.hold(each.worker_id, each.devices, self._resources(self.model(each.model), each.role))
-        await run_together(*(self._add(each.worker_id, each.role, self.model(each.model), each) for each in records))
+        for each in records:
+            model = self.model(each.model)
+            self._add(each.worker_id, each.role, model, partial(self._place, each.worker_id, each.role, model), each)
 
     def records(self) -> tuple[WorkerRecord, ...]:
         return tuple(slot.record(self._backend.devices(name)) for name, slot in self.slots.items())
@@ -137,15 +140,22 @@ class Workers:
 
     async def add(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
         """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
-        return await self._add(worker_id, role, model)
+        members = await self._place(worker_id, role, model)
 
-    async def _add(
-        self, worker_id: str, role: Role, model: ResolvedModel, record: WorkerRecord | None = None
+        async def placed() -> Sequence[MemberHandle]:
+            return members
+
+        return self._add(worker_id, role, model, placed)
+
+    async def _place(self, worker_id: str, role: Role, model: ResolvedModel) -> Sequence[MemberHandle]:
+        return await self._backend.place(worker_id, [self._resources(model, role)] * model.spec.pool(role).tp)
+
+    def _add(
+        self, worker_id: str, role: Role, model: ResolvedModel, place: Place, record: WorkerRecord | None = None
     ) -> WorkerSlot:
         if self._settings is None:
             raise ConfigError(f"{worker_id}: expected a started cluster: a worker can be added only after the start")
-        members = await self._backend.place(worker_id, [self._resources(model, role)] * model.spec.pool(role).tp)
-        slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed, record)
+        slot = WorkerSlot(worker_id, role, model, place, self._settings, self._slot_changed, record)
         self.slots[worker_id] = slot
         if slot.info is not None:
             self.directory.put(self._listed(slot, slot.info))

@@ -82,7 +82,11 @@ async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_fold
     keeper = Keeper(short_folder / "logs")
     members = [LocalMember(f"rank{rank}", keeper) for rank in range(2)]
     settings = EpochSettings(spec, "127.0.0.1:1", None, short_folder / "run")
-    slot = WorkerSlot("w", Role.DECODE, model, members, settings, lambda slot: None)
+
+    async def place() -> list[LocalMember]:
+        return members
+
+    slot = WorkerSlot("w", Role.DECODE, model, place, settings, lambda slot: None)
     task = asyncio.create_task(slot.run())
     try:
         first, second = [await process_of(member, f"rank-{rank}") for rank, member in enumerate(members)]

@@ -141,7 +141,7 @@ async def test_after_a_takeover_every_worker_has_the_gpu_it_had(
     kept = [WorkerRecord.model_validate_json(each.model_dump_json()) for each in (ended, records["prefill-0"])]
     backend = SubprocessBackend(keeper, (0, 1))
     after = Workers(cluster, backend, None)
-    await after.resume(settings, kept)
+    after.resume(settings, kept)
     try:
         assert {each.worker_id: each.devices for each in after.records()} == {
             each.worker_id: each.devices for each in records.values()

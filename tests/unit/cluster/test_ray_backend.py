@@ -65,6 +65,9 @@ SCRIPT = textwrap.dedent(
         await asyncio.gather(waiting, return_exceptions=True)
         while groups("worker-1") != ["REMOVED"]:
             await asyncio.sleep(0.1)
+        backend._reserve("worker-2", [Resources(cpus=100)])  # as an earlier controller did; no node has room now
+        await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 10)
+        await backend.release("worker-2")
         await backend.close()
         for pid in (first.pid, second.pid, again.pid):
             assert gone(pid)

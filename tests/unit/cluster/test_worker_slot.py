@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from cluster.backends.protocol import MemberHandle
 from cluster.control import worker_slot
 from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.worker_slot import (
     FAILED_GPU_STARTS,
     FAILED_STARTS,
     EpochSettings,
+    Place,
     WorkerSlot,
 )
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
@@ -61,6 +63,13 @@ class ScriptedMember:
         self._end.set()
 
 
+def at(members: Sequence[MemberHandle]) -> Place:
+    async def place() -> Sequence[MemberHandle]:
+        return members
+
+    return place
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -88,7 +97,7 @@ async def running(
     reported: list[WorkerState] = []
     settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
     slot = WorkerSlot(
-        "decode-0", Role.DECODE, model, members, settings, lambda slot: reported.append(slot.state), record
+        "decode-0", Role.DECODE, model, at(members), settings, lambda slot: reported.append(slot.state), record
     )
     task = asyncio.create_task(slot.run())
     try:
@@ -122,7 +131,7 @@ async def test_one_that_cannot_be_run_at_the_start_fails_the_start(model: Resolv
             raise OSError("No space left on device")
 
     settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
-    slot = WorkerSlot("decode-0", Role.DECODE, model, [Failing(), Failing()], settings, lambda slot: None)
+    slot = WorkerSlot("decode-0", Role.DECODE, model, at([Failing(), Failing()]), settings, lambda slot: None)
     with pytest.raises(OSError, match="No space left"):
         await slot.run()
 

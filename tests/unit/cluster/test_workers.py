@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.backends.protocol import MemberHandle, Resources
+from cluster.control import worker_slot
 from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import WorkerState
 from cluster.control.worker_slot import EpochSettings
@@ -52,6 +53,7 @@ class FakeBackend:
     placed: dict[str, list[IdleMember]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     full: bool = False
+    slow: dict[str, asyncio.Event] = field(default_factory=dict)  # groups whose place has to be waited for
 
     async def open(self) -> None: ...
 
@@ -72,6 +74,10 @@ class FakeBackend:
         return ()
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+        if group in self.placed:
+            return list(self.placed[group])
+        if group in self.slow:
+            await self.slow[group].wait()
         if self.full:
             raise ConfigError(f"{group}: no room")
         self.placed[group] = [IdleMember() for _ in members]
@@ -176,6 +182,40 @@ async def test_a_worker_without_room_leaves_nothing_behind(workers: Workers, bac
         await workers.add("decode-2", Role.DECODE, workers.model(""))
     assert "decode-2" not in workers.slots
     assert len(workers.directory.snapshot().places) == 3
+
+
+async def test_a_worker_without_a_place_does_not_keep_others_from_being_taken_over(
+    workers: Workers, backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Ray, when a node was lost together with the controller."""
+    monkeypatch.setattr(worker_slot, "MAX_BACKOFF_S", 0.01)
+    for worker_id in ("prefill-0", "decode-0", "decode-1"):
+        workers.register(info(workers, worker_id))
+    (running,) = backend.placed["decode-0"]
+    async with asyncio.timeout(10):
+        while not running.starts:
+            await asyncio.sleep(0.005)
+    slow = {"decode-1": asyncio.Event(), "prefill-0": asyncio.Event()}
+    later = FakeBackend(full=True, slow=slow, placed={"decode-0": [running]})
+    after = Workers(ResolvedCluster(workers._spec, workers.models), later, None)
+    after.resume(EpochSettings(workers._spec, "127.0.0.1:1", None, tmp_path / "run"), workers.records())
+    try:
+        listed = {each.worker_id for each in after.directory.snapshot().workers}
+        assert listed == {"prefill-0", "decode-0", "decode-1"}, "at once: routers drop what the directory lacks"
+        slow["decode-1"].set()
+        missing = after.slots["decode-1"]
+        async with asyncio.timeout(10):
+            while missing.state is not WorkerState.RESTARTING:
+                await asyncio.sleep(0.005)
+        assert missing.reason == "its epoch could not be run: decode-1: no room"
+        assert {each.worker_id for each in after.directory.snapshot().workers} == {"prefill-0", "decode-0"}
+        later.full = False
+        async with asyncio.timeout(10):
+            while not later.placed.get("decode-1") or not later.placed["decode-1"][0].starts:
+                await asyncio.sleep(0.005)
+        assert (running.starts, running.stops) == (1, 0)
+    finally:
+        await after.close()
 
 
 async def test_an_unknown_model_is_answered_with_the_served_names(workers: Workers) -> None:
