@@ -50,6 +50,10 @@ class Backend(Protocol):
         """Returns why this controller can use the backend no more."""
         ...
 
+    async def is_held(self) -> bool:
+        """Whether this controller may still stop what runs: no other has taken the cluster over."""
+        ...
+
     async def keep(self, record: str) -> None:
         """Replaces the record, which the next controller of this cluster reads by `kept`."""
         ...
@@ -90,7 +94,7 @@ class Backend(Protocol):
         """Groups whose host is about to stop and still runs."""
         ...
 
-    def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str) -> None:
         """Stops what is left of a group on a draining host. Its handles then refer to new reservations, and the members
         start there as soon as a host has room."""
         ...

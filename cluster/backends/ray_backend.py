@@ -38,6 +38,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.backends.lease import LEASE_S, Fence, Lease, LeaseActor, StaleController, parted, stamped
 from cluster.backends.protocol import MemberHandle, Resources
 from cluster.devices import VISIBLE, device_of
 from cluster.keeper.keeper import KeeperCalls
@@ -48,65 +49,15 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 
 NAMESPACE = "tandem"
-LEASE = "lease"
+LEASE = "lease"  # the name of the actor that has it
 HEAD = "ray"  # the keeper's name for a local Ray cluster
 ADDRESS_FILE = "address"
 RETRY_S = 0.2
 GCS_TIMEOUT_S = 2.0
 RENEW_S = 1.0
-LEASE_S = 10.0  # a controller that has not renewed for so long may be replaced by that of another keeper
 
 # Ray would hide all GPUs but the actor's own. A rank needs its peers' GPUs too, to read their memory.
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-
-
-class StaleController(Exception):
-    """A later controller holds the lease."""
-
-
-class Fence:
-    """Refuses calls of a controller after one of a later controller."""
-
-    def __init__(self) -> None:
-        self._lease = 0
-
-    def check(self, lease: int) -> None:
-        if lease < self._lease:
-            raise StaleController(f"lease {lease} ended: a later controller of this cluster holds {self._lease}")
-        self._lease = lease
-
-
-class LeaseActor:
-    """The lease and the record of one cluster. Leases grow, also when Ray has restarted this actor."""
-
-    def __init__(self) -> None:
-        self._fence = Fence()
-        self._holder = ""
-        self._renewed_s = 0.0
-        self._record = ""
-
-    def take(self, holder: str) -> int:
-        """The new lease; 0: another holder has it. `holder` names the keeper, which has one controller at a time."""
-        if self._holder not in ("", holder) and time.monotonic() - self._renewed_s < LEASE_S:
-            return 0
-        lease = int(time.time() * 1000)
-        self._fence.check(lease)
-        self._holder = holder
-        self._renewed_s = time.monotonic()
-        return lease
-
-    def renew(self, lease: int, holder: str, record: str) -> None:
-        """`record`: in case that Ray has restarted this actor."""
-        self._fence.check(lease)
-        self._holder, self._renewed_s = holder, time.monotonic()
-        self._record = self._record or record
-
-    def keep(self, lease: int, record: str) -> None:
-        self._fence.check(lease)
-        self._record = record
-
-    def kept(self) -> str:
-        return self._record
 
 
 class SupervisorActor:
@@ -144,7 +95,7 @@ class SupervisorActor:
 class RayMember:
     """Calls only `start` on an actor that may not be placed yet: Ray queues calls to it, so others would block."""
 
-    def __init__(self, name: str, lease: int) -> None:
+    def __init__(self, name: str, lease: Lease) -> None:
         self.name = name
         self._lease = lease
         self._actor: Any = None
@@ -157,12 +108,13 @@ class RayMember:
     async def start(self, start: MemberStart) -> None:
         while True:
             try:
-                await self._actor.start.remote(self._lease, start.model_dump_json())
+                await self._lease.check()
+                await self._actor.start.remote(self._lease.number, start.model_dump_json())
                 self._was_started = True
                 return
             except RayTaskError:
                 raise  # by the actor's own code
-            except RayError as error:  # Ray is restarting the actor, or itself
+            except (RayError, TimeoutError) as error:  # Ray is restarting the actor, or itself
                 log.info("%s: cannot start yet (%s)", self.name, type(error).__name__)
                 await asyncio.sleep(RETRY_S)
 
@@ -185,10 +137,13 @@ class RayMember:
         if not self._was_started:
             return
         try:
-            await self._actor.stop.remote(self._lease)
+            await self._lease.check()
+            await self._actor.stop.remote(self._lease.number)
+        except StaleController:
+            raise
         except RayActorError:
             pass  # its processes died with it
-        except RayError as error:
+        except (RayError, TimeoutError) as error:
             log.warning("%s may not have stopped: %s", self.name, error)
 
     def kill(self) -> None:
@@ -261,8 +216,9 @@ class RayBackend:
         self._local: list[RayMember] = []
         self._reservations: dict[str, _Reservation] = {}
         self._opening: asyncio.Future[None] | None = None
-        self._lease = 0
         self._lease_actor: Any = None
+        self._held: Lease | None = None
+        self._renewing: asyncio.Task[str] | None = None
         self._record = ""
 
     async def open(self) -> None:
@@ -309,11 +265,9 @@ class RayBackend:
         self._lease_actor = actor.options(
             name=f"{self._cluster}/{LEASE}", get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1
         ).remote()
+        after, _ = parted(await self._keeper.kept())
         deadline_s = time.monotonic() + 1.2 * LEASE_S  # so long a dead holder keeps it
-        while True:
-            self._lease = await self._lease_actor.take.remote(self._holder)
-            if self._lease:
-                return
+        while (lease := await Lease.take(self._holder, after, self._lease_actor)) is None:
             if time.monotonic() > deadline_s:
                 raise ConfigError(
                     f"name: another `tandem up` runs a cluster named {self._cluster!r} on this Ray cluster: stop it, "
@@ -321,21 +275,41 @@ class RayBackend:
                     field="name",
                 )
             await asyncio.sleep(RETRY_S)
+        self._held = lease
+        self._renewing = asyncio.create_task(self._renewed(lease))  # at once: a start may take minutes
+
+    @property
+    def _lease(self) -> Lease:
+        """After `open`."""
+        assert self._held is not None
+        return self._held
+
+    async def is_held(self) -> bool:
+        if self._held is None:
+            return False
+        try:
+            await self._held.check()
+        except (StaleController, RayError, TimeoutError) as error:
+            log.warning("this controller leaves the cluster as it is: %s", error or "Ray does not answer")
+            return False
+        return True
 
     async def keep(self, record: str) -> None:
         self._record = record
-        await self._keeper.keep(record)
-        await self._lease_actor.keep.remote(self._lease, record)
+        await self._keeper.keep(stamped(self._lease.number, record))
+        await self._lease.keep(record)
 
     async def kept(self) -> str:
         """The keeper's is at least as new, but is gone if the keeper was another one."""
-        self._record = await self._keeper.kept() or await self._lease_actor.kept.remote()
+        _, record = parted(await self._keeper.kept())
+        self._record = record or await self._lease_actor.kept.remote()
         return self._record
 
     async def wait_lost(self) -> str:
+        assert self._renewing is not None  # after `open`
         if isinstance(self._where, str):
-            return await self._renewed()
-        tasks = {asyncio.ensure_future(each) for each in (self._renewed(), self._head_end())}
+            return await asyncio.shield(self._renewing)
+        tasks = {asyncio.ensure_future(each) for each in (asyncio.shield(self._renewing), self._head_end())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -346,13 +320,12 @@ class RayBackend:
     async def _head_end(self) -> str:
         return (await self._keeper.wait_end(HEAD)).reason
 
-    async def _renewed(self) -> str:
+    async def _renewed(self, lease: Lease) -> str:
         """Renews the lease until another controller has it, or Ray does not answer for LEASE_S."""
         last_s = time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(GCS_TIMEOUT_S):
-                    await self._lease_actor.renew.remote(self._lease, self._holder, self._record)
+                await lease.renew(self._record)
                 last_s = time.monotonic()
             except StaleController as error:
                 return str(error)
@@ -369,6 +342,7 @@ class RayBackend:
         return ()
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+        await self._lease.check()
         resources = tuple(members)
         found = self._found(group)
         reservation = _Reservation(resources, found or self._reserve(group, resources), [])
@@ -390,6 +364,7 @@ class RayBackend:
         return list(reservation.members)
 
     async def place_local(self, name: str) -> MemberHandle:
+        await self._lease.check()
         here = ray.get_runtime_context().get_node_id()
         member = RayMember(name, self._lease)
         self._use_actor(member, name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False))
@@ -413,7 +388,8 @@ class RayBackend:
         affected = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
         return frozenset(name for name, each in list(self._reservations.items()) if each.placement.id.hex() in affected)
 
-    def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str) -> None:
+        await self._lease.check()
         reservation = self._reservations[group]
         reservation.release()
         reservation.placement = self._reserve(group, reservation.resources)
@@ -463,6 +439,7 @@ class RayBackend:
         return None
 
     async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
+        await self._lease.check()
         await asyncio.to_thread(self._release_others, groups, local)
 
     def _release_others(self, groups: Collection[str], local: Collection[str]) -> None:
@@ -486,23 +463,26 @@ class RayBackend:
             time.sleep(RETRY_S)  # in a thread
 
     async def release(self, group: str) -> None:
+        await self._lease.check()
         if (reservation := self._reservations.pop(group, None)) is not None:
             reservation.release()
 
     async def close(self) -> None:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)  # a joining driver cannot be cancelled
-        await asyncio.to_thread(self._close)
+        is_held = await self.is_held()
+        if self._renewing is not None:
+            self._renewing.cancel()
+        await asyncio.to_thread(self._close, is_held)
         if not isinstance(self._where, str):
             await self._keeper.stop(HEAD)
 
-    def _close(self) -> None:
+    def _close(self, is_held: bool) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
-            if ray.is_initialized():
+            if is_held:
                 for member in self._local:
                     member.kill()
                 for reservation in self._reservations.values():
                     reservation.release()
-                if self._lease:
-                    ray.kill(self._lease_actor, no_restart=True)
+                ray.kill(self._lease_actor, no_restart=True)
         ray.shutdown()

@@ -50,6 +50,9 @@ class SubprocessBackend:
         await asyncio.Event().wait()
         raise AssertionError("never set")
 
+    async def is_held(self) -> bool:
+        return True  # the keeper hears only its latest controller
+
     async def keep(self, record: str) -> None:
         await self._keeper.keep(record)
 
@@ -85,7 +88,7 @@ class SubprocessBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()  # if this host stops, the controller stops with it
 
-    def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str) -> None:
         """Never called: no host drains."""
 
     async def close(self) -> None:

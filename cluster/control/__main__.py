@@ -47,7 +47,7 @@ class ControllerProcess:
     def __init__(self, launch: ControllerLaunch, keeper: RemoteKeeper) -> None:
         self._launch = launch
         self._keeper = keeper
-        self._opened = asyncio.Event()
+        self._has_started = False
         self._has_served = False
         self._reports: set[asyncio.Task[None]] = set()
 
@@ -61,7 +61,7 @@ class ControllerProcess:
         controller = Controller(cluster, backend, self._keeper, run_base, log_dir, source, holder)
         code = CRASHED_EXIT_CODE
         beating = asyncio.create_task(self._beat())
-        lost = asyncio.ensure_future(self._lost(backend))
+        lost = asyncio.ensure_future(self._lost(controller.opened, backend))
         serving = asyncio.ensure_future(self._serve(controller))
         try:
             await asyncio.wait((lost, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ class ControllerProcess:
         finally:
             is_asked = code == 0
             failed_to_start = code != LOST_EXIT_CODE and controller.is_new and not self._has_served
-            if controller.may_act and (is_asked or failed_to_start):
+            if controller.opened.is_set() and (is_asked or failed_to_start) and await backend.is_held():
                 for task in (lost, serving):
                     task.cancel()
                 await asyncio.gather(lost, serving, return_exceptions=True)
@@ -93,9 +93,9 @@ class ControllerProcess:
             await self._report(BEAT, "")
             await asyncio.sleep(BEAT_S)
 
-    async def _lost(self, backend: Backend) -> str:
+    async def _lost(self, opened: asyncio.Event, backend: Backend) -> str:
         """Why this controller can act no more."""
-        await self._opened.wait()
+        await opened.wait()
         ends = {asyncio.ensure_future(each) for each in (self._keeper.wait_lost(), backend.wait_lost())}
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -107,12 +107,12 @@ class ControllerProcess:
     async def _serve(self, controller: Controller) -> int:
         try:
             await controller.start()
-            self._opened.set()
+            self._has_started = True
             await controller.wait_ready(self.progress)
         except TandemError as error:
             log.info("cannot start: %s", error.message)
             await self._keeper.report(FAILED, FailureReport.of(error).model_dump_json())
-            if controller.is_new or not self._opened.is_set():
+            if controller.is_new or not self._has_started:
                 return FAILED_EXIT_CODE
         ready = ReadyReport(
             admin=controller.admin_address,

@@ -61,7 +61,7 @@ class Controller:
         self.log_dir = log_dir
         self.stop_requested = asyncio.Event()
         self.admin_address = ""  # empty until `start`
-        self.may_act = False  # it is the cluster's only controller
+        self.opened = asyncio.Event()  # it is the cluster's only controller, until it hears otherwise
         self.is_new = False  # whether it started the cluster, and took nothing over
         self._backend = backend
         self._run_base = run_base
@@ -113,7 +113,7 @@ class Controller:
         """
         self._run_base.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._backend.open()
-        self.may_act = True
+        self.opened.set()
         record = self._read_record(await self._backend.kept())
         await self._redis.start()
         if record is not None:

@@ -57,4 +57,4 @@ class NodeDrainer:
         await self._scaler.empty(slot, move=True)
         if slot.epoch == epoch and self._workers.slots.get(worker_id) is slot:
             slot.restart("its host is about to stop")
-            self._backend.reschedule(worker_id)
+            await self._backend.reschedule(worker_id)

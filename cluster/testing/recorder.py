@@ -34,6 +34,9 @@ class RecordingBackend:
     async def wait_lost(self) -> str:
         return await self.inner.wait_lost()
 
+    async def is_held(self) -> bool:
+        return await self.inner.is_held()
+
     async def keep(self, record: str) -> None:
         await self.inner.keep(record)
 
@@ -61,8 +64,8 @@ class RecordingBackend:
     async def draining(self) -> frozenset[str]:
         return await self.inner.draining()
 
-    def reschedule(self, group: str) -> None:
-        self.inner.reschedule(group)
+    async def reschedule(self, group: str) -> None:
+        await self.inner.reschedule(group)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -21,6 +21,7 @@ SCRIPT = textwrap.dedent(
     import psutil
     from cluster.backends.ray_env import prepare_local_ray
     prepare_local_ray(None)
+    from cluster.backends.lease import StaleController
     from cluster.backends.protocol import Resources
     from cluster.keeper.members import MemberStart, ProcessSpec
     from cluster.backends.ray_backend import LocalRay, RayBackend, ray
@@ -64,6 +65,30 @@ SCRIPT = textwrap.dedent(
         waiting.cancel()  # who asked went away
         await asyncio.gather(waiting, return_exceptions=True)
         while groups("worker-1") != ["REMOVED"]:
+            await asyncio.sleep(0.1)
+        await one.start(start)
+        (process,) = (await one.running()).processes
+        latest = await backend._lease_actor.take.remote("k", 0)  # as the next controller of this keeper
+        assert not await backend.is_held()
+        calls = [
+            lambda: one.stop(),
+            lambda: one.start(start),
+            lambda: backend.place("worker-4", [Resources(cpus=0.1)]),
+            lambda: backend.place_local("router-0"),
+            lambda: backend.release("worker-0"),
+            lambda: backend.reschedule("worker-0"),
+            lambda: backend.release_others((), ()),
+        ]
+        for call in calls:
+            try:
+                await call()
+                raise AssertionError("a stale controller acted")
+            except StaleController:
+                pass
+        assert not gone(process.pid)
+        backend._lease.number = latest
+        await backend.release("worker-0")
+        while not gone(process.pid):
             await asyncio.sleep(0.1)
         backend._reserve("worker-2", [Resources(cpus=100)])  # as an earlier controller did; no node has room now
         await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 10)

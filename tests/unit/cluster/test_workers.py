@@ -61,6 +61,9 @@ class FakeBackend:
         await asyncio.Event().wait()
         return ""
 
+    async def is_held(self) -> bool:
+        return True
+
     async def keep(self, record: str) -> None: ...
 
     async def kept(self) -> str:
@@ -92,7 +95,7 @@ class FakeBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()
 
-    def reschedule(self, group: str) -> None: ...
+    async def reschedule(self, group: str) -> None: ...
 
     async def close(self) -> None: ...
 
