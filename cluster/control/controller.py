@@ -161,12 +161,13 @@ class Controller:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         control = self.spec.control
         self.applier.source = SpecSource(record.spec, record.flags)
+        self.scaler.under_way[:] = record.under_way
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
         self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers)
         await self._serve_admin()
         await self.routers.resume(record.routers)
-        self._tasks.append(asyncio.create_task(self.scaler.resume(record.under_way)))
+        self._tasks.append(asyncio.create_task(self.scaler.resume()))
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
         return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)

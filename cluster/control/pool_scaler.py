@@ -22,6 +22,8 @@ from tandem.v1 import cluster_pb2
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+RESUME_ATTEMPTS = 10
+RESUME_DELAY_S = 1.0
 MAX_PARALLEL_STARTS = 4  # starting workers read weights from one disk, while other workers serve
 
 
@@ -39,7 +41,7 @@ class PoolScaler:
         note: Callable[[], Awaitable[None]] = _no_note,
         poll_s: float = POLL_S,
     ) -> None:
-        self.under_way: list[ScaleRecord | DrainRecord] = []
+        self.under_way: list[ScaleRecord | DrainRecord] = []  # at a take-over: of the controller before
         self._workers = workers
         self._control = control
         self._note = note
@@ -94,25 +96,46 @@ class PoolScaler:
 
     @asynccontextmanager
     async def _noted(self, change: ScaleRecord | DrainRecord) -> AsyncIterator[None]:
-        self.under_way.append(change)
+        if change not in self.under_way:  # else an earlier controller had begun it
+            self.under_way.append(change)
         try:
             await self._note()
             yield
         finally:
-            self.under_way.remove(change)
-            self._workers.on_change()
+            self._is_over(change)
 
-    async def resume(self, changes: Sequence[ScaleRecord | DrainRecord]) -> None:
-        """Continues what an earlier controller had begun. A change that cannot be made any more is logged."""
-        for change in changes:
+    def _is_over(self, change: ScaleRecord | DrainRecord) -> None:
+        if change in self.under_way:
+            self.under_way.remove(change)
+        self._workers.on_change()
+
+    async def resume(self) -> None:
+        """Continues what is under way since an earlier controller. A change that cannot be made any more is logged.
+        Each stays in the record until it is over: this controller may die too."""
+        for change in tuple(self.under_way):
             log.info("continuing a change of the controller before: %s", change)
+            try:
+                await self._continue(change)
+            except TandemError as error:
+                log.warning("%s could not be continued: %s", change, error.message)
+            finally:
+                self._is_over(change)
+
+    async def _continue(self, change: ScaleRecord | DrainRecord) -> None:
+        for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
                 if isinstance(change, ScaleRecord):
                     await self.scale(change.model, change.prefill, change.decode)
                 elif (slot := self._workers.slots.get(change.worker_id)) is not None and slot.epoch == change.epoch:
                     await self.drain(change.worker_id, restart=change.restart, move=change.move)
-            except TandemError as error:
-                log.warning("%s could not be continued: %s", change, error.message)
+                return
+            except TandemError:
+                raise
+            except Exception:  # as Ray's, which may be restarting
+                log.exception("%s could not be continued (attempt %d of %d)", change, attempt, RESUME_ATTEMPTS)
+                if change not in self.under_way:
+                    self.under_way.append(change)
+                await asyncio.sleep(RESUME_DELAY_S)
 
     async def drain(self, worker_id: str, *, restart: bool, move: bool) -> None:
         """Empties a worker, then removes it, or restarts it and waits until it is ready.
