@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 RENEWAL_S = 2.0  # for the actor's answer
+TAKING_S = 60.0  # the actor may have to be started first
 LEASE_S = 10.0  # a controller that has not renewed for so long may be replaced by that of another keeper
 
 
@@ -82,7 +83,7 @@ class Lease:
     @classmethod
     async def take(cls, holder: str, after: int, actor: Any) -> Lease | None:
         """None: another holder has it."""
-        async with asyncio.timeout(LEASE_S):
+        async with asyncio.timeout(TAKING_S):
             number = await actor.take.remote(holder, after)
         return cls(number, holder, actor) if number else None
 

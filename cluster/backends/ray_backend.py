@@ -44,7 +44,7 @@ from cluster.devices import VISIBLE, device_of
 from cluster.keeper.keeper import KeeperCalls
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningMember, is_running
 from cluster.keeper.supervisor import Supervisor, python
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ ADDRESS_FILE = "address"
 RETRY_S = 0.2
 GCS_TIMEOUT_S = 2.0
 RENEW_S = 1.0
+JOIN_S = 30.0
+ANSWER_S = 10.0  # for a call of an actor that runs
 
 # Ray would hide all GPUs but the actor's own. A rank needs its peers' GPUs too, to read their memory.
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
@@ -66,6 +68,7 @@ class SupervisorActor:
     def __init__(self, name: str, log_dir: str) -> None:
         self._supervisor = Supervisor(name, Path(log_dir))
         self._fence = Fence()
+        self._changing = asyncio.Lock()
         self._start: MemberStart | None = None
         self._device = ""
 
@@ -74,8 +77,9 @@ class SupervisorActor:
         self._fence.check(lease)
         gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         self._device = device_of(gpu_ids, os.environ.get(VISIBLE))
-        self._start = MemberStart.model_validate_json(start)
-        await self._supervisor.start(self._start, self._device)
+        async with self._changing:  # the stop before it may not have ended in the time that was waited for it
+            self._start = MemberStart.model_validate_json(start)
+            await self._supervisor.start(self._start, self._device)
 
     async def wait_end(self) -> str:
         return (await self._supervisor.wait_end()).model_dump_json()
@@ -88,8 +92,9 @@ class SupervisorActor:
 
     async def stop(self, lease: int) -> None:
         self._fence.check(lease)
-        self._start = None
-        await self._supervisor.stop()
+        async with self._changing:
+            self._start = None
+            await self._supervisor.stop()
 
 
 class RayMember:
@@ -100,6 +105,7 @@ class RayMember:
         self._lease = lease
         self._actor: Any = None
         self._was_started = False
+        self._grace_s = 0.0  # how long its processes may take to stop
 
     def use(self, actor: Any, *, was_started: bool) -> None:
         """Replaces the actor; the previous one is gone. `was_started`: by an earlier controller."""
@@ -110,7 +116,7 @@ class RayMember:
             try:
                 await self._lease.check()
                 await self._actor.start.remote(self._lease.number, start.model_dump_json())
-                self._was_started = True
+                self._was_started, self._grace_s = True, _grace_s(start)
                 return
             except RayTaskError:
                 raise  # by the actor's own code
@@ -128,27 +134,38 @@ class RayMember:
         if not self._was_started:
             return None
         try:
-            found = await self._actor.running.remote()
-        except RayError:
+            async with asyncio.timeout(ANSWER_S):
+                found = await self._actor.running.remote()
+        except (RayError, TimeoutError) as error:
+            log.warning("%s does not tell what it runs (%s)", self.name, type(error).__name__)
             return None
-        return None if found is None else RunningMember.model_validate_json(found)
+        if found is None:
+            return None
+        member = RunningMember.model_validate_json(found)
+        self._grace_s = _grace_s(member.start)
+        return member
 
     async def stop(self) -> None:
         if not self._was_started:
             return
         try:
             await self._lease.check()
-            await self._actor.stop.remote(self._lease.number)
+            async with asyncio.timeout(self._grace_s + ANSWER_S):
+                await self._actor.stop.remote(self._lease.number)
         except StaleController:
             raise
         except RayActorError:
             pass  # its processes died with it
         except (RayError, TimeoutError) as error:
-            log.warning("%s may not have stopped: %s", self.name, error)
+            log.warning("%s may not have stopped: %s", self.name, error or type(error).__name__)
 
     def kill(self) -> None:
         """Kills the actor and with it the processes."""
         ray.kill(self._actor, no_restart=True)
+
+
+def _grace_s(start: MemberStart) -> float:
+    return max((each.stop_grace_s for each in start.processes), default=0.0)
 
 
 @dataclass(slots=True)
@@ -227,7 +244,12 @@ class RayBackend:
         # Ray's processes die with the thread that starts them; the event loop's thread pool keeps its threads.
         self._opening = asyncio.get_running_loop().run_in_executor(None, self._join, address)
         try:
-            await asyncio.shield(self._opening)
+            async with asyncio.timeout(JOIN_S):
+                await asyncio.shield(self._opening)
+        except TimeoutError:
+            if not isinstance(self._where, str):
+                await self._keeper.stop(HEAD)  # the next controller starts it again
+            raise UnavailableError(f"control.backend: Ray at {address} has not answered for {JOIN_S:g} s") from None
         except Exception as error:  # Ray raises plain exceptions too
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -267,7 +289,7 @@ class RayBackend:
         ).remote()
         after, _ = parted(await self._keeper.kept())
         deadline_s = time.monotonic() + 1.2 * LEASE_S  # so long a dead holder keeps it
-        while (lease := await Lease.take(self._holder, after, self._lease_actor)) is None:
+        while (lease := await self._taken_lease(after)) is None:
             if time.monotonic() > deadline_s:
                 raise ConfigError(
                     f"name: another `tandem up` runs a cluster named {self._cluster!r} on this Ray cluster: stop it, "
@@ -277,6 +299,12 @@ class RayBackend:
             await asyncio.sleep(RETRY_S)
         self._held = lease
         self._renewing = asyncio.create_task(self._renewed(lease))  # at once: a start may take minutes
+
+    async def _taken_lease(self, after: int) -> Lease | None:
+        try:
+            return await Lease.take(self._holder, after, self._lease_actor)
+        except (RayError, TimeoutError) as error:
+            raise UnavailableError(f"control.backend: Ray gives no lease ({type(error).__name__})") from error
 
     @property
     def _lease(self) -> Lease:

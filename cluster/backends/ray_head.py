@@ -1,7 +1,7 @@
 """`python -m cluster.backends.ray_head FOLDER --cpus N --gpus N`: a Ray cluster of this machine, a child of the keeper.
 
-It outlives controllers, which join it at the address in `FOLDER/address`. If one of its processes dies, it says which
-and ends, and all that ran on it with it.
+It outlives controllers, which join it at the address in `FOLDER/address`. If one of its processes dies, or no longer
+answers, it says which and ends, and all that ran on it with it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in its stubs
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 from tandem.files import replace_file
 
 ADDRESS_FILE = "address"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores no objects
 POLL_S = 0.2
+PROBE_S = 1.0
+SILENT_S = 6.0  # so long the GCS may not answer; it counts a raylet as dead after about as long
 PR_SET_CHILD_SUBREAPER = 36
 SYSTEM_CONFIG = {
     "worker_niceness": 0,  # ranks would inherit the default, 15, and yield to every other process
@@ -75,6 +80,35 @@ def end(node: Node) -> None:
     psutil.wait_procs(left, timeout=5)
 
 
+def _ended(node: Node) -> str:
+    """Which process of Ray ended; empty: all run."""
+    for name, process in node.dead_processes():  # type: ignore[no-untyped-call]
+        return f"Ray's {name} (pid {process.pid}) ended with exit code {process.poll()}"
+    return ""
+
+
+class Probe:
+    """Asks the GCS each second whether it and the raylet live. `silence`: which of them does not answer."""
+
+    def __init__(self, gcs_address: str) -> None:
+        self.silence = ""
+        self._gcs_address = gcs_address
+        threading.Thread(target=self._run, daemon=True, name="probe").start()
+
+    def _run(self) -> None:
+        client, answered_s = GcsClient(address=self._gcs_address), time.monotonic()
+        while not self.silence:
+            time.sleep(PROBE_S)
+            try:
+                nodes = client.get_all_node_info(timeout=PROBE_S)
+                answered_s = time.monotonic()
+                if any(node.state == GcsNodeInfo.DEAD for node in nodes.values()):
+                    self.silence = "Ray's raylet no longer answers"
+            except Exception as error:  # its client raises more than RayError
+                if time.monotonic() - answered_s > SILENT_S:
+                    self.silence = f"Ray's gcs_server has not answered for {SILENT_S:g} s ({type(error).__name__})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
     parser.add_argument("folder", type=Path)
@@ -87,11 +121,11 @@ def main() -> int:
     node = start(options.folder, options.cpus, options.gpus)
     try:
         replace_file(options.folder / ADDRESS_FILE, node.gcs_address.encode(), is_durable=False)
-        while not (dead := node.dead_processes()):  # type: ignore[no-untyped-call]
+        probe = Probe(node.gcs_address)
+        while not (reason := _ended(node) or probe.silence):
             time.sleep(POLL_S)
             reap(node)
-        name, process = dead[0]
-        print(f"Ray's {name} (pid {process.pid}) ended with exit code {process.poll()}", file=sys.stderr)
+        print(reason, file=sys.stderr)
         return 1
     finally:
         end(node)

@@ -46,6 +46,9 @@ CLOSE_S = 60.0  # added to the routers' drain: how long a controller may take to
 STABLE_S = 10.0  # a controller that ran for so long is followed by the next without delay
 MAX_DELAY_S = 5.0
 MISSED_BEATS = 15  # then it is stuck
+FAILED_TAKEOVERS = 5  # in a row, on a Ray cluster that is not the keeper's: then it is lost
+RAY_LOST_EXIT_CODE = 4
+FAILED_EXIT_CODE = 1
 LONGEST_START_S = 60  # for loading its modules, before the first beat
 
 
@@ -57,7 +60,12 @@ class RunningCluster:
     log_dir: Path
     admin_address: str
     routers: tuple[tuple[str, str], ...]
-    stopped: asyncio.Event  # set when the cluster was stopped by its admin API, or can have no controller
+    controllers: Controllers
+
+    async def wait_stopped(self) -> int:
+        """Returns the exit code when the cluster was stopped by its admin API, or can have no controller."""
+        await self.controllers.stopped.wait()
+        return self.controllers.exit_code
 
     @property
     def http_address(self) -> str:
@@ -75,6 +83,9 @@ class Controllers:
     def __init__(self, launch: ControllerLaunch, progress: Progress) -> None:
         self.keeper = Keeper(Path(launch.log_dir))
         self.stopped = asyncio.Event()
+        self.exit_code = 0
+        self._joins_ray = launch.spec.control.ray_address is not None
+        self._failed_takeovers = 0
         self._progress = progress
         self._server = KeeperServer(self.keeper, self._reported)
         self._socket = Path(launch.keeper_socket)
@@ -119,6 +130,11 @@ class Controllers:
                 watching.cancel()
             if self._is_final(end):
                 return
+            self._failed_takeovers += 1  # until the next one serves
+            if self._joins_ray and self._failed_takeovers > FAILED_TAKEOVERS:
+                self._say(f"the Ray cluster is lost: {FAILED_TAKEOVERS} controllers in a row could not use it")
+                self.exit_code = RAY_LOST_EXIT_CODE
+                return
             self._say(f"{end.reason}; the next one takes over")
             await self.keeper.stop(CONTROLLER)
             delay_s = 0.0 if loop.time() - started_s >= STABLE_S else min(MAX_DELAY_S, 2 * delay_s + 0.1)
@@ -126,9 +142,12 @@ class Controllers:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Without it, a bug in `_run` would leave the cluster without a controller, and `start` waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("no controller can be started any more", exc_info=error)
+            self.exit_code = FAILED_EXIT_CODE
+            if not self._ready.done():
+                self._ready.set_exception(error)
         self.stopped.set()
-        if not task.cancelled() and (error := task.exception()) is not None and not self._ready.done():
-            self._ready.set_exception(error)
 
     async def _kill_if_stuck(self) -> None:
         """Counts beats of its own, not seconds: this process may have been stopped too, as by Ctrl-Z."""
@@ -160,8 +179,10 @@ class Controllers:
             self._missed = 0
         elif kind == PROGRESS:
             self._say(text)
-        elif kind == READY and not self._ready.done():
-            self._ready.set_result(ReadyReport.model_validate_json(text))
+        elif kind == READY:
+            self._failed_takeovers = 0
+            if not self._ready.done():
+                self._ready.set_result(ReadyReport.model_validate_json(text))
         elif kind == FAILED:
             error = FailureReport.model_validate_json(text).error()
             if self._ready.done():
@@ -204,7 +225,7 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
         )
         with state_file.written(state):
             routers = tuple(zip(ready.http, ready.grpc, strict=True))
-            yield RunningCluster(spec, log_dir, ready.admin, routers, controllers.stopped)
+            yield RunningCluster(spec, log_dir, ready.admin, routers, controllers)
     except TandemError:
         if log_dir.is_dir():
             progress(f"the logs are in {log_dir}")

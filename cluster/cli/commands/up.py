@@ -119,7 +119,7 @@ async def _up(source: SpecSource) -> int:
         screen.print(f"  logs        {cluster.log_dir}", markup=False, soft_wrap=True)
         screen.print("Press Ctrl-C to stop the cluster.")
         try:
-            await cluster.stopped.wait()
+            code = await cluster.wait_stopped()
         finally:
             screen.print("stopping")
-    return 0
+    return code

@@ -38,6 +38,16 @@ asyncio.run(main())
 Start = Callable[[str, Callable[[str], None]], Controllers]
 
 
+SERVING_ONCE = f"""
+import sys
+from pathlib import Path
+served = Path(sys.argv[1] + ".served")
+served.exists() and sys.exit(3)
+served.touch()
+{SERVING}
+"""
+
+
 @pytest.fixture
 async def start(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -45,7 +55,7 @@ async def start(
     """Makes Controllers whose controllers run this script."""
     made: list[Controllers] = []
     folder = tmp_path_factory.mktemp("k")
-    spec = ClusterSpec()
+    spec = ClusterSpec.model_validate({"control": {"backend": "ray", "ray_address": "10.0.0.1:6379"}})
     launch = ControllerLaunch.of(
         ResolvedCluster(spec, ()),
         SpecSource(spec, {}),
@@ -87,6 +97,35 @@ async def test_a_line_that_cannot_be_told_does_not_end_the_cluster(start: Start)
     os.kill(before, signal.SIGKILL)
     await pid_of_controller(controllers, before)
     assert not controllers.stopped.is_set()
+
+
+async def test_a_ray_cluster_that_is_lost_is_named_and_ends_with_a_code_of_its_own(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_module, "MAX_DELAY_S", 0.01)
+    monkeypatch.setattr(running_module, "FAILED_TAKEOVERS", 2)
+    said: list[str] = []
+    controllers = start(SERVING_ONCE, said.append)
+    await controllers.start()
+    os.kill(await pid_of_controller(controllers), signal.SIGKILL)
+    async with asyncio.timeout(60):
+        await controllers.stopped.wait()
+    assert controllers.exit_code == running_module.RAY_LOST_EXIT_CODE
+    assert said[-1] == "the Ray cluster is lost: 2 controllers in a row could not use it"
+
+
+async def test_a_bug_of_the_keeper_is_no_clean_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    controllers = start(SERVING, lambda text: None)
+    await controllers.start()
+
+    def fail(end: object) -> bool:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(controllers, "_is_final", fail)
+    os.kill(await pid_of_controller(controllers), signal.SIGKILL)
+    async with asyncio.timeout(30):
+        await controllers.stopped.wait()
+    assert controllers.exit_code == 1
 
 
 @pytest.mark.slow

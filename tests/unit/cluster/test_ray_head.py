@@ -1,0 +1,50 @@
+"""A local Ray cluster: what no longer answers is named within 10 s, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path("/tmp") / f"tandem-head-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders
+    path.mkdir(mode=0o700)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+@pytest.mark.slow
+def test_a_part_that_is_frozen_is_named_and_everything_ends(folder: Path, part: str) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    command = [sys.executable, "-m", "cluster.backends.ray_head", str(folder), "--cpus", "1", "--gpus", "0"]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as head:
+        try:
+            while not (folder / "address").exists():
+                assert head.poll() is None
+                time.sleep(0.05)
+            family = psutil.Process(head.pid).children(recursive=True)
+            frozen = next(each for each in family if Path(each.cmdline()[0]).name == part)
+            frozen.suspend()
+            assert head.stderr is not None
+            started_s = time.monotonic()
+            said = ""
+            while f"Ray's {part}" not in said and (line := head.stderr.readline()):
+                said += line
+            assert f"Ray's {part}" in said
+            assert time.monotonic() - started_s < 10.0
+            assert head.wait(30) == 1
+        finally:
+            head.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [each.cmdline() for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
