@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.control.observed_load import ObservedLoad
 from cluster.control.pool_scaler import PoolScaler
+from cluster.control.tasks import count_failure, keep_running
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
 from planner.autoscaler import (
@@ -78,7 +79,7 @@ class Autoscaling:
         await self.stop()
         self._reset(spec)
         if self._spec.enabled:
-            self._task = asyncio.create_task(self.run())
+            self._task = asyncio.create_task(keep_running("autoscaler", self.run))
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -109,7 +110,7 @@ class Autoscaling:
                 try:
                     await self._evaluate(model)
                 except Exception:  # a failed evaluation must not stop the autoscaler
-                    log.exception("autoscaler: %s could not be evaluated", model.resolved.spec.served_name)
+                    count_failure("autoscaler", f"{model.resolved.spec.served_name} could not be evaluated")
 
     async def _evaluate(self, model: _Model) -> None:
         if self._scaler.is_busy:

@@ -25,7 +25,7 @@ from cluster.control.record import ClusterRecord, RecordWriter, Successor
 from cluster.control.redis import Redis
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
-from cluster.control.tasks import raise_failure, run_together
+from cluster.control.tasks import keep_running, raise_failure, run_together
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.keeper import KeeperCalls
@@ -128,7 +128,7 @@ class Controller:
                 self.workers.start(self._epoch_settings(self.admin_address)),
             )
         self._record.start()
-        self._tasks.append(asyncio.create_task(self._node_drainer.run()))
+        self._tasks.append(asyncio.create_task(keep_running("node drainer", self._node_drainer.run)))
         await self.autoscaling.configure(self.applier.source.spec)
 
     async def _until_ports_are_free(self) -> None:
@@ -167,7 +167,7 @@ class Controller:
         self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers)
         await self._serve_admin()
         await self.routers.resume(record.routers)
-        self._tasks.append(asyncio.create_task(self.scaler.resume()))
+        self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
         return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)

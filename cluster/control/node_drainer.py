@@ -7,6 +7,7 @@ import logging
 
 from cluster.backends.protocol import Backend
 from cluster.control.pool_scaler import PoolScaler
+from cluster.control.tasks import count_failure
 from cluster.control.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,16 @@ class NodeDrainer:
         try:
             return await self._backend.draining()
         except Exception:  # the next poll may succeed
-            log.exception("cannot read which hosts are draining; workers on them would be lost with them")
+            count_failure(
+                "node drainer", "cannot read which hosts are draining; workers on them would be lost with them"
+            )
             return frozenset()
 
     async def _drain(self, worker_id: str) -> None:
         try:
             await self._drain_and_reschedule(worker_id)
         except Exception:  # a failure with one worker must not stop the drainer
-            log.exception("%s could not be drained from its host", worker_id)
+            count_failure("node drainer", f"{worker_id} could not be drained from its host")
         finally:
             self._draining.remove(worker_id)
 

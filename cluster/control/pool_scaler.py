@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from cluster.control.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
 from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
+from cluster.control.tasks import count_failure
 from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
@@ -132,7 +133,8 @@ class PoolScaler:
             except TandemError:
                 raise
             except Exception:  # as Ray's, which may be restarting
-                log.exception("%s could not be continued (attempt %d of %d)", change, attempt, RESUME_ATTEMPTS)
+                what = f"{change} could not be continued (attempt {attempt} of {RESUME_ATTEMPTS})"
+                count_failure("changes under way", what)
                 if change not in self.under_way:
                     self.under_way.append(change)
                 await asyncio.sleep(RESUME_DELAY_S)

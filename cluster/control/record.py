@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster.control.tasks import count_failure
 from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_live
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
@@ -150,6 +151,6 @@ class RecordWriter:
             try:
                 await self.write()
             except Exception:
-                log.exception("cannot keep the record of this cluster; trying again")
+                count_failure("record", "cannot keep the record of this cluster; trying again")
                 self._touched.set()
                 await asyncio.sleep(RETRY_S)

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.backends.protocol import MemberHandle
 from cluster.control.record import RouterRecord
+from cluster.control.tasks import count_failure
 from cluster.keeper.members import MemberStart, ProcessSpec, RunningProcess, is_running
 from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
@@ -107,7 +108,7 @@ class RouterSlot:
         except Exception as error:
             if not self._has_served:
                 raise
-            log.exception("%s could not be run", self.name)
+            count_failure(self.name, "it could not be run")
             return f"it could not be run: {error}"
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from cluster.control.autoscaling import Autoscaling
@@ -11,11 +11,16 @@ from cluster.control.record import WorkerState
 from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
+from cluster.control.tasks import task_failures
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
+from cluster.keeper.members import RunningProcess
 from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
+
+
+ANSWER_S = 3.0
 
 
 class StatusReport:
@@ -43,7 +48,7 @@ class StatusReport:
         workers, routers, router_processes, redis_processes, redis = await asyncio.gather(
             asyncio.gather(*(self._worker(slot) for slot in slots)),
             self._routers.status(),
-            self._routers.processes(),
+            _in_time(self._routers.processes()),
             self._redis.processes(),
             self._redis.state(),
         )
@@ -64,6 +69,7 @@ class StatusReport:
             ],
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
             autoscaler=self._autoscaling.status(),
+            task_failures=task_failures,
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,
@@ -83,7 +89,7 @@ class StatusReport:
         info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
         info.model = slot.model.spec.served_name
         info.layout.tp = slot.pool.tp
-        live, processes = await asyncio.gather(self._workers.state(slot), slot.processes())
+        live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes()))
         del info.processes[:]
         for process in processes:
             info.processes.add(name=process.name, pid=process.pid)
@@ -97,6 +103,15 @@ class StatusReport:
         if live is not None:
             status.live.CopyFrom(live)
         return status
+
+
+async def _in_time(processes: Awaitable[list[RunningProcess]]) -> list[RunningProcess]:
+    """Empty if a host does not answer: the status must still tell about the others."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await processes
+    except TimeoutError:
+        return []
 
 
 def drop_stale_links(workers: Sequence[cluster_pb2.WorkerStatus]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.backends.protocol import MemberHandle
 from cluster.control.record import WorkerRecord, WorkerState
+from cluster.control.tasks import count_failure
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess, is_running
 from cluster.keeper.supervisor import python
 from cluster.spec.resolve import ResolvedModel
@@ -173,7 +174,7 @@ class WorkerSlot:
         except Exception as error:
             if not self._was_ever_ready and not self._is_taken_over:
                 raise
-            log.exception("%s: an epoch could not be run", self.worker_id)
+            count_failure(self.worker_id, "an epoch could not be run")
             return MemberEnd(reason=f"its epoch could not be run: {error}")
 
     async def _run_epoch(self) -> MemberEnd:

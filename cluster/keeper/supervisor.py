@@ -202,8 +202,8 @@ def bound_log(path: Path) -> None:
         with contextlib.suppress(OSError):
             shutil.copyfile(path, f"{path}.1")
         os.truncate(path, 0)
-    except OSError as error:
-        log.warning("cannot bound the log %s: %s", path, error.strerror)
+    except Exception as error:  # else no log of this member would be bounded any more
+        log.warning("cannot bound the log %s: %s", path, error)
 
 
 def _longer(delay_s: float) -> float:

@@ -395,6 +395,26 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 class ClusterStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TaskFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CLUSTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
@@ -408,6 +428,7 @@ class ClusterStatus(_message.Message):
     AUTOSCALER_FIELD_NUMBER: _builtins.int
     HTTP_SCHEME_FIELD_NUMBER: _builtins.int
     LOG_DIR_FIELD_NUMBER: _builtins.int
+    TASK_FAILURES_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     version: _builtins.str
     backend: _builtins.str
@@ -430,6 +451,10 @@ class ClusterStatus(_message.Message):
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
     @_builtins.property
     def autoscaler(self) -> Global___Autoscaler: ...
+    @_builtins.property
+    def task_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """of this controller's tasks that failed by a bug and were started again"""
+
     def __init__(
         self,
         *,
@@ -446,10 +471,11 @@ class ClusterStatus(_message.Message):
         autoscaler: Global___Autoscaler | None = ...,
         http_scheme: _builtins.str = ...,
         log_dir: _builtins.str = ...,
+        task_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "task_failures", b"task_failures", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

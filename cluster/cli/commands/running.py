@@ -28,6 +28,7 @@ from cluster.control.launch import (
     FailureReport,
     ReadyReport,
 )
+from cluster.control.tasks import keep_running
 from cluster.keeper.keeper import Keeper
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
 from cluster.keeper.remote import KeeperServer
@@ -123,7 +124,7 @@ class Controllers:
         while True:
             started_s = loop.time()
             await self.keeper.start(CONTROLLER, self._start)
-            watching = asyncio.create_task(self._kill_if_stuck())
+            watching = asyncio.create_task(keep_running("watch of the controller", self._kill_if_stuck))
             try:
                 end = await self.keeper.wait_end(CONTROLLER)
             finally:

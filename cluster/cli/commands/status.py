@@ -101,6 +101,7 @@ def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> 
         "grpc": status.grpc_address,
         "redis": status.redis,
         "router_ready": status.router_ready,
+        "task_failures": dict(status.task_failures),
         "routers": [
             {
                 "id": router.router_id,
@@ -203,6 +204,9 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
             reason = f": {link.reason}" if link.reason else ""
             line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {size(link.bytes)}{reason}"
             console.print(line, markup=False)
+    if status.task_failures:
+        counts = ", ".join(f"{task} {count}" for task, count in sorted(status.task_failures.items()))
+        console.print(f"[yellow]failures of the controller's tasks, which were started again[/]: {counts}")
     if status.log_dir:
         console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
 

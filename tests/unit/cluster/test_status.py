@@ -65,6 +65,15 @@ def test_the_scheme_of_the_edge_and_the_logs_are_told() -> None:
     assert (found["http_scheme"], found["logs"]) == ("https", "/logs/c-1")
 
 
+def test_failures_of_the_controllers_own_tasks_are_told() -> None:
+    told = status()
+    told.task_failures["node drainer"] = 2
+    console = Console(width=80, file=io.StringIO(), record=True)
+    show(told, console, {})
+    assert "node drainer 2" in console.export_text()
+    assert to_json(told)["task_failures"] == {"node drainer": 2}
+
+
 def test_health_is_in_the_json_and_null_where_no_router_tells() -> None:
     workers = to_json(status(), {("decode-1", EPOCH): "suspect"})["workers"]
     assert [each["health"] for each in workers] == [None, "suspect"]
