@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from ray._private.parameter import RayParams
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in its stubs
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
+from cluster.backends import ray_orphans
 from tandem.files import replace_file
 
 ADDRESS_FILE = "address"
@@ -68,6 +70,20 @@ def start(folder: Path, cpus: int, gpus: int) -> Node:
         _system_config=SYSTEM_CONFIG,  # type: ignore[arg-type]  # of any values, as in ray.init
     )
     return Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def watch_orphans(folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the process that ends Ray's others if this one is killed."""
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        ray_orphans.__file__,
+        os.path.realpath(folder),
+        str(os.getpid()),
+        str(os.getppid()),
+    ]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def end(node: Node) -> None:
@@ -118,22 +134,23 @@ def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(0))
+    orphans = watch_orphans(options.folder)
     node = start(options.folder, options.cpus, options.gpus)
     try:
         replace_file(options.folder / ADDRESS_FILE, node.gcs_address.encode(), is_durable=False)
         probe = Probe(node.gcs_address)
         while not (reason := _ended(node) or probe.silence):
             time.sleep(POLL_S)
-            reap(node)
+            reap(node, orphans)
         print(reason, file=sys.stderr)
         return 1
     finally:
         end(node)
 
 
-def reap(node: Node) -> None:
+def reap(node: Node, orphans: subprocess.Popen[bytes]) -> None:
     """Waits for processes that ended after their parent, but not for those that `node` started and waits for."""
-    own = {info.process.pid for infos in node.all_processes.values() for info in infos}
+    own = {info.process.pid for infos in node.all_processes.values() for info in infos} | {orphans.pid}
     for process in psutil.Process().children():
         if process.pid not in own:
             with contextlib.suppress(ChildProcessError):

@@ -19,12 +19,12 @@ from tandem.testing.models import write_tiny_llama
 
 
 @contextmanager
-def start_up(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def start_up(folder: Path, backend: str = "subprocess") -> Iterator[subprocess.Popen[str]]:
     model = folder / "tiny"
     if not model.exists():
         write_tiny_llama(model)
     ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
-    command = [sys.executable, "-m", "cluster", "up", "--backend", "subprocess", "--model", str(model), *ports]
+    command = [sys.executable, "-m", "cluster", "up", "--backend", backend, "--model", str(model), *ports]
     env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:

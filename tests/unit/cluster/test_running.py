@@ -155,3 +155,19 @@ async def test_a_reader_of_its_output_that_is_gone_ends_nothing(
             assert (await client.post(url, json=body)).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 90) == 0
+
+
+@pytest.mark.parametrize("backend", ["subprocess", "ray"])
+@pytest.mark.slow
+def test_a_killed_tandem_up_leaves_no_process(tmp_path: Path, backend: str) -> None:
+    with start_up(tmp_path, backend) as process:
+        wait_for(process, "ready in")
+        family = psutil.Process(process.pid).children(recursive=True)
+        programs = " ".join(word for each in family for word in each.cmdline())
+        for program in ("cluster.control", "worker.service", "router", "valkey-server"):
+            assert program in programs
+        assert ("gcs_server" in programs) == (backend == "ray")
+        process.kill()
+        process.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert [each.cmdline() for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
