@@ -30,7 +30,7 @@ from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.keeper import KeeperCalls
 from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import ResolvedCluster, check_ports, free_ports
+from cluster.spec.resolve import ResolvedCluster, check_ports
 from tandem.config.spec import Role
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -122,7 +122,7 @@ class Controller:
             self.is_new = True
             await self._backend.release_others((), ())
             await self._until_ports_are_free()
-            await self._serve_admin()
+            await self._serve_admin(f"{self.spec.control.admin_host}:{self.spec.control.admin_port}")
             await run_together(
                 self.routers.start(self.admin_address, self._redis.url),
                 self.workers.start(self._epoch_settings(self.admin_address)),
@@ -159,13 +159,12 @@ class Controller:
 
     async def _resume(self, record: ClusterRecord) -> None:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
-        control = self.spec.control
         self.applier.source = SpecSource(record.spec, record.flags)
         self.scaler.under_way[:] = record.under_way
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
-        self.workers.resume(self._epoch_settings(f"{control.admin_host}:{control.admin_port}"), record.workers)
-        await self._serve_admin()
+        self.workers.resume(self._epoch_settings(record.admin_address), record.workers)
+        await self._serve_admin(record.admin_address)  # `admin_port: 0` is another port for each `tandem up`
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
 
@@ -180,6 +179,7 @@ class Controller:
             fingerprints=this.fingerprints,
             spec=source.spec,
             flags=dict(source.flags),
+            admin_address=self.admin_address,
             workers=self.workers.records(),
             routers=self.routers.records(),
             under_way=tuple(self.scaler.under_way),
@@ -225,20 +225,18 @@ class Controller:
         raise_failure(self._tasks)
         return await self.workers.pending() or await self.routers.pending()
 
-    async def _serve_admin(self) -> None:
-        control = self.spec.control
+    async def _serve_admin(self, address: str) -> None:
         self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS)
         self._admin_service.add_to(self._admin)
         try:
-            port = add_port(self._admin, f"{control.admin_host}:{control.admin_port}", self._tls)
+            port = add_port(self._admin, address, self._tls)
         except RuntimeError:  # gRPC gives no reason; the port was free a moment ago
             raise PortInUse(
-                f"control.admin_port: cannot listen on {control.admin_host}:{control.admin_port}: choose another with "
-                "--admin-port",
+                f"control.admin_port: cannot listen on {address}: choose another with --admin-port",
                 field="control.admin_port",
             ) from None
         await self._admin.start()
-        self.admin_address = f"{control.admin_host}:{port}"
+        self.admin_address = f"{address.rpartition(':')[0]}:{port}"
 
 
 def needed_cpus(cluster: ResolvedCluster) -> float:
@@ -249,19 +247,3 @@ def needed_cpus(cluster: ResolvedCluster) -> float:
         for model in cluster.models
         for role in Role
     )
-
-
-def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
-    """Replaces ports given as 0 by free ones, before any process is started with them."""
-    spec = cluster.spec
-    fields = {
-        ("router", "http_port"): spec.router.http_host,
-        ("router", "grpc_port"): spec.router.grpc_host,
-        ("control", "admin_port"): spec.control.admin_host,
-    }
-    missing = [(part, name) for part, name in fields if not getattr(getattr(spec, part), name)]
-    changes: dict[str, dict[str, int]] = {"router": {}, "control": {}}
-    for (part, name), port in zip(missing, free_ports(*(fields[each] for each in missing)), strict=True):
-        changes[part][name] = port
-    parts = {part: getattr(spec, part).model_copy(update=update) for part, update in changes.items()}
-    return ResolvedCluster(spec.model_copy(update=parts), cluster.models, cluster.devices)

@@ -71,13 +71,15 @@ class DrainRecord(Frozen):
 
 class ClusterRecord(Frozen):
     """`holder`: the keeper whose controller wrote it. `spec` and `flags`: what `tandem apply` compares with
-    (`cluster.spec.changes.SpecSource`). `fingerprints`: of the models."""
+    (`cluster.spec.changes.SpecSource`). `fingerprints`: of the models. `admin_address`: where workers and routers look
+    for a controller."""
 
     holder: str
     version: str
     fingerprints: tuple[str, ...]
     spec: ClusterSpec
     flags: dict[str, Any]
+    admin_address: str
     workers: tuple[WorkerRecord, ...]
     routers: tuple[RouterRecord, ...]
     under_way: tuple[ScaleRecord | DrainRecord, ...] = ()

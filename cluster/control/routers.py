@@ -37,11 +37,15 @@ class Routers:
 
     @property
     def http_address(self) -> str:
+        if self.slots:  # those that were taken over may have another port than this controller's spec
+            return self.slots[0].http_address
         router = self._cluster.spec.router
         return f"{router.http_host}:{router.http_port}"
 
     @property
     def grpc_address(self) -> str:
+        if self.slots:
+            return self.slots[0].grpc_address
         router = self._cluster.spec.router
         return f"{router.grpc_host}:{router.grpc_port}"
 

@@ -19,7 +19,6 @@ from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
 
-
 ANSWER_S = 3.0
 
 

@@ -330,3 +330,19 @@ def _cgroup_free() -> Iterator[int]:
         return
     if limit.isdigit():
         yield max(0, int(limit) - used)
+
+
+def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
+    """Replaces ports given as 0 by free ones, before any process is started with them."""
+    spec = cluster.spec
+    fields = {
+        ("router", "http_port"): spec.router.http_host,
+        ("router", "grpc_port"): spec.router.grpc_host,
+        ("control", "admin_port"): spec.control.admin_host,
+    }
+    missing = [(part, name) for part, name in fields if not getattr(getattr(spec, part), name)]
+    changes: dict[str, dict[str, int]] = {"router": {}, "control": {}}
+    for (part, name), port in zip(missing, free_ports(*(fields[each] for each in missing)), strict=True):
+        changes[part][name] = port
+    parts = {part: getattr(spec, part).model_copy(update=update) for part, update in changes.items()}
+    return ResolvedCluster(spec.model_copy(update=parts), cluster.models, cluster.devices)

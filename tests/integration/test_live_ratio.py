@@ -21,11 +21,11 @@ import yaml
 
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.autoscaling import Autoscaling
-from cluster.control.controller import Controller, with_free_ports
+from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
 from cluster.keeper.keeper import Keeper
 from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import resolve
+from cluster.spec.resolve import resolve, with_free_ports
 from router.testing.stub_worker import until
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec, Role

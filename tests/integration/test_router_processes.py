@@ -19,10 +19,10 @@ import pytest_asyncio
 
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.commands.status import to_json
-from cluster.control.controller import Controller, with_free_ports
+from cluster.control.controller import Controller
 from cluster.control.router_slot import RouterSlot, RouterState
 from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve
+from cluster.spec.resolve import resolve, with_free_ports
 from tandem.config.spec import ClusterSpec
 from tandem.errors import NotFound
 from tandem.testing.models import random_prompt, write_tiny_llama

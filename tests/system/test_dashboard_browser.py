@@ -25,9 +25,9 @@ from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.admin_client import Admin
 from cluster.cli.top.app import TopApp
 from cluster.cli.top.source import FrameSource
-from cluster.control.controller import Controller, with_free_ports
+from cluster.control.controller import Controller
 from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve
+from cluster.spec.resolve import resolve, with_free_ports
 from tandem.config.spec import ClusterSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
 from worker.testing.session import assert_conserved, open_session

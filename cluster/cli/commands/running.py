@@ -16,7 +16,6 @@ from cluster.backends.ray_env import prepare_local_ray
 from cluster.cli import state_file
 from cluster.cli.machine_limits import check_disks, check_open_files
 from cluster.cli.run_dirs import lasting_base, ray_base, run_base
-from cluster.control.controller import with_free_ports
 from cluster.control.launch import (
     BEAT,
     BEAT_S,
@@ -34,7 +33,7 @@ from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
 from cluster.keeper.remote import KeeperServer
 from cluster.keeper.supervisor import python
 from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import ResolvedCluster, resolve
+from cluster.spec.resolve import ResolvedCluster, resolve, with_free_ports
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError, UnavailableError
 

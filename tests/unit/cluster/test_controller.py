@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -13,15 +14,17 @@ import psutil
 import pytest
 
 from cluster.backends.subprocess_backend import SubprocessBackend
-from cluster.control.controller import Controller, with_free_ports
+from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
 from cluster.control.worker_slot import WorkerSlot
 from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve
+from cluster.spec.changes import SpecSource
+from cluster.spec.resolve import resolve, with_free_ports
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tests.unit.cluster.test_workers import FakeBackend
 
 
 @pytest.fixture
@@ -125,3 +128,35 @@ async def test_a_worker_that_never_starts_is_given_up_with_its_last_log_line(
             await running.wait_ready(lambda what: None)
     finally:
         await running.close()
+
+
+async def test_the_next_tandem_up_listens_where_workers_look_for_a_controller(tmp_path: Path) -> None:
+    """On a Ray cluster of its own: with `admin_port: 0`, each `tandem up` would choose another port."""
+    source = str(write_tiny_llama(tmp_path / "tiny"))
+    ports = {"router": {"http_port": 0, "grpc_port": 0}, "control": {"admin_port": 0}, "redis": {"mode": "none"}}
+    spec = ClusterSpec.model_validate({"models": [{"source": source}], **ports})
+    resolved = resolve(spec, lambda what: None)
+    backend, keeper = FakeBackend(), Keeper(tmp_path / "logs")
+
+    async def started(holder: str) -> Controller:
+        cluster = with_free_ports(resolved)
+        folders = tmp_path / "run", tmp_path / "logs"
+        controller = Controller(cluster, backend, keeper, *folders, SpecSource(spec, {}), holder)
+        await controller.start()
+        return controller
+
+    first = await started("k1")
+    async with asyncio.timeout(10):
+        while not backend.record:
+            await asyncio.sleep(0.01)
+    assert first._admin is not None
+    await first._admin.stop(0)
+    second = await started("k2")
+    try:
+        assert not second.is_new
+        assert second.admin_address == first.admin_address
+        assert second.http_address == first.http_address
+        assert second._build_record().admin_address == first.admin_address
+    finally:
+        await second.close()
+        await first.close()

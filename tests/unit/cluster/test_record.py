@@ -34,7 +34,14 @@ def build(**changes: Any) -> ClusterRecord:
         DrainRecord(worker_id="decode-0", epoch=7, restart=True, move=False),
     )
     flags = {"models.0.source": "tiny", "router.http_port": 0}
-    fields = {"holder": "k1", "version": "1.0", "fingerprints": ("f",), "spec": ClusterSpec(), "flags": flags}
+    fields = {
+        "holder": "k1",
+        "version": "1.0",
+        "fingerprints": ("f",),
+        "spec": ClusterSpec(),
+        "flags": flags,
+        "admin_address": "h:1",
+    }
     return ClusterRecord(**(fields | changes), workers=(), routers=(), under_way=under_way)
 
 

@@ -53,6 +53,7 @@ class FakeBackend:
     placed: dict[str, list[IdleMember]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     full: bool = False
+    record: str = ""
     slow: dict[str, asyncio.Event] = field(default_factory=dict)  # groups whose place has to be waited for
 
     async def open(self) -> None: ...
@@ -64,10 +65,11 @@ class FakeBackend:
     async def is_held(self) -> bool:
         return True
 
-    async def keep(self, record: str) -> None: ...
+    async def keep(self, record: str) -> None:
+        self.record = record
 
     async def kept(self) -> str:
-        return ""
+        return self.record
 
     async def release_others(self, groups: Collection[str], local: Collection[str]) -> None: ...
 
