@@ -24,6 +24,7 @@ from router.edge.http_server import HttpServer, bind
 from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
+from router.idempotency.keyed_answers import KeyedAnswers
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
@@ -166,12 +167,19 @@ class RouterApp:
         launch, spec = self._launch, self._launch.router
         connections = connections_for(spec.max_connections)
         self.bodies = BodyBudget(LARGEST_BODIES * spec.max_body_bytes)
+        self._keyed = KeyedAnswers(spec.idempotency)
         tls = EdgeTls(spec.tls) if spec.tls is not None else None
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, bodies=self.bodies, more_routes=dashboard).app(),
+            HttpEdge(
+                self.service,
+                max_body_bytes=spec.max_body_bytes,
+                bodies=self.bodies,
+                keyed=self._keyed,
+                more_routes=dashboard,
+            ).app(),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
@@ -223,6 +231,7 @@ class RouterApp:
         self._scraped.close()
         self._readiness.close()
         await self.dispatcher.close()
+        await self._keyed.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
         await self._snapshots.close()
         if self._follower is not None:

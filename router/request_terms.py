@@ -84,7 +84,7 @@ class TermsParser:
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
             raise InputError(f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT)
-        limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
+        limits = [each for each in (timeout_s(timeout), remaining_s) if each is not None]
         return RequestTerms(
             priority=self.names[0] if priority is None else priority,
             tenant=tenant or "",
@@ -113,7 +113,7 @@ def _tenant(principal: Principal, terms: RequestTerms) -> str:
     return terms.tenant or principal.tenant
 
 
-def _seconds(text: str | None) -> float | None:
+def timeout_s(text: str | None) -> float | None:
     if text is None:
         return None
     value = float(text) if _SECONDS.fullmatch(text) else math.nan

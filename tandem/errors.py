@@ -6,9 +6,12 @@
     │   ├── NotFound
     │   ├── ContextExceeded
     │   ├── UnsupportedField
-    │   └── PayloadTooLarge
+    │   ├── PayloadTooLarge
+    │   └── IdempotencyKeyReused
     ├── Unauthenticated       the caller's credentials are missing or unknown
     ├── PermissionDenied      the caller is known, but not allowed
+    ├── AnswerNotKept         the idempotency key has been answered, but the answer is not there any more
+    ├── AnswerUnderWay        another router has answered the idempotency key so far only in part
     ├── OverloadedError       refused before it was queued; retry after a delay
     │   └── RateLimited       over the limit of the API key
     ├── UnavailableError      a part of the cluster is missing; a retry may succeed
@@ -47,6 +50,9 @@ class ErrorCode(StrEnum):
     CONTEXT_EXCEEDED = "context_length_exceeded"
     UNSUPPORTED_FIELD = "unsupported_field"
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
+    ANSWER_NOT_KEPT = "answer_not_kept"
+    ANSWER_UNDER_WAY = "answer_under_way"
     UNAUTHENTICATED = "invalid_api_key"
     PERMISSION_DENIED = "permission_denied"
     OVERLOADED = "overloaded"
@@ -87,6 +93,9 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.CONTEXT_EXCEEDED: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.UNSUPPORTED_FIELD: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.PAYLOAD_TOO_LARGE: Wire("INVALID_ARGUMENT", 413, "invalid_request_error"),
+    ErrorCode.IDEMPOTENCY_KEY_REUSED: Wire("INVALID_ARGUMENT", 422, "invalid_request_error"),
+    ErrorCode.ANSWER_NOT_KEPT: Wire("FAILED_PRECONDITION", 409, "invalid_request_error"),
+    ErrorCode.ANSWER_UNDER_WAY: Wire("ABORTED", 409, "invalid_request_error", retryable=True),
     ErrorCode.UNAUTHENTICATED: Wire("UNAUTHENTICATED", 401, "invalid_request_error"),
     ErrorCode.PERMISSION_DENIED: Wire("PERMISSION_DENIED", 403, "invalid_request_error"),
     ErrorCode.OVERLOADED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
@@ -158,6 +167,18 @@ class UnsupportedField(InputError):
 
 class PayloadTooLarge(InputError):
     code = ErrorCode.PAYLOAD_TOO_LARGE
+
+
+class IdempotencyKeyReused(InputError):
+    code = ErrorCode.IDEMPOTENCY_KEY_REUSED
+
+
+class AnswerNotKept(TandemError):
+    code = ErrorCode.ANSWER_NOT_KEPT
+
+
+class AnswerUnderWay(TandemError):
+    code = ErrorCode.ANSWER_UNDER_WAY
 
 
 class Unauthenticated(TandemError):

@@ -31,6 +31,7 @@ class Call:
     code: ErrorCode | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_detached: bool = False  # what it runs outlives the client's connection, and finishes it
 
     def name_model(self, model: str) -> None:
         """The model that the client names, which may not exist."""

@@ -41,7 +41,8 @@ class HttpGate:
                 await self._calls.authenticate(call, None if authorization is None else authorization.decode("latin-1"))
                 await app(scope, receive, send)
             finally:
-                self._calls.finish(call)
+                if not call.is_detached:
+                    self._calls.finish(call)
 
         return guarded
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge.keyed_http import REPLAYED, Handler, answer_once
 from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, CompletionFormat, error_body
@@ -39,10 +40,12 @@ from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.edge.slices import JsonSlices
 from router.edge.sse import Connection, SseResponse, WriteBatcher
+from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
 from router.request_terms import TENANT
 from router.requests.answers import Answers
 from router.service import RouterService
+from tandem.config.spec import IdempotencySpec
 from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
@@ -70,20 +73,22 @@ class HttpEdge:
         *,
         max_body_bytes: int,
         bodies: BodyBudget | None = None,
+        keyed: KeyedAnswers | None = None,
         more_routes: Sequence[Route] = (),
     ) -> None:
         """`more_routes`: routes beside the inference API, such as the dashboard's."""
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._bodies = bodies or BodyBudget(LARGEST_BODIES * max_body_bytes)
+        self._keyed = keyed or KeyedAnswers(IdempotencySpec())
         self._more_routes = more_routes
         self._batcher = WriteBatcher()
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/chat/completions", self._once(self.chat), methods=["POST"]),
+            Route("/v1/completions", self._once(self.completions), methods=["POST"]),
+            Route("/v1/responses", self._once(self.responses), methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -171,6 +176,18 @@ class HttpEdge:
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    def _once(self, handler: Handler) -> Handler:
+        """The handler of a route whose clients may repeat a request under an idempotency key."""
+
+        async def answer(request: Request) -> Response:
+            if HEADER not in request.headers:
+                return await handler(request)
+            body, counted = await self._receive(request)
+            self._bodies.give_back(counted)  # the handler counts it again
+            return await answer_once(request, body, handler, self._keyed, self._service)
+
+        return answer
+
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, max_model_len=self._service.models[name].max_model_tokens)
 
@@ -184,6 +201,23 @@ class HttpEdge:
 
     async def _body(self, request: Request, parse: Callable[[bytes], Body]) -> Body:
         """The parsed body, within the size limit. Raises InputError."""
+        body, counted = await self._receive(request)
+        try:
+            if len(body) <= INLINE_BODY_BYTES:
+                parsed = parse(body)
+            else:
+                parsed = await self._service.threads.run(_tenant(request), len(body), partial(parse, body))
+        except (InputError, OverloadedError) as error:
+            self._service.rejected("", error)
+            raise
+        finally:
+            self._bodies.give_back(counted)
+        if (call := call_of(request.scope)) is not None:
+            call.name_model(parsed.model)
+        return parsed
+
+    async def _receive(self, request: Request) -> tuple[bytes, int]:
+        """The body, and how much of it to give back to the budget. Raises InputError, OverloadedError."""
         body = bytearray()
         counted = 0
         try:
@@ -193,18 +227,12 @@ class HttpEdge:
                     if (more := max(0, len(body) - EXEMPT_BYTES) - counted) > 0:
                         self._bodies.take(more)
                         counted += more
-            if len(body) <= INLINE_BODY_BYTES:
-                parsed = parse(bytes(body))
-            else:
-                parsed = await self._service.threads.run(_tenant(request), len(body), partial(parse, bytes(body)))
-        except (InputError, OverloadedError) as error:
-            self._service.rejected("", error)
-            raise
-        finally:
+        except BaseException as error:
             self._bodies.give_back(counted)
-        if (call := call_of(request.scope)) is not None:
-            call.name_model(parsed.model)
-        return parsed
+            if isinstance(error, TandemError):
+                self._service.rejected("", error)
+            raise
+        return bytes(body), counted
 
     async def _chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Raises PayloadTooLarge as soon as the body is known to be."""
@@ -261,7 +289,8 @@ def _error_response(error: TandemError, more_headers: Mapping[str, str]) -> Resp
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TandemError):
         raise error
-    return _error_response(error, note_error(request.scope, error))
+    replayed = {REPLAYED: "true"} if request.scope.get(REPLAYED) else {}
+    return _error_response(error, note_error(request.scope, error) | replayed)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

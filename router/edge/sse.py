@@ -98,6 +98,7 @@ class SseResponse(Response):
         self._first = first
         self._batcher = batcher
         self._executor = executor
+        self.failure: TandemError | None = None  # what the answer ended with, if it did not finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope[SCOPE_KEY]
@@ -110,6 +111,7 @@ class SseResponse(Response):
                 await writer.ended
             finally:
                 writer.stop()
+            self.failure = writer.failure
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answers.cancel()
@@ -134,6 +136,7 @@ class _StreamWriter:
         self._batcher = batcher
         self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: TandemError | None = None
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
         self._slicing: asyncio.Task[None] | None = None
@@ -188,6 +191,7 @@ class _StreamWriter:
                 parts.append(self._form.end())
                 is_last = True
         except TandemError as error:
+            self.failure = error.with_traceback(None)
             parts.append(self._form.failed(error))  # also to a client that was cut because it read too slowly
             is_last = True
         self._write(chain.from_iterable(parts), is_last)

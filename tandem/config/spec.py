@@ -346,6 +346,22 @@ class ClassSpec(Frozen):
     batch: bool = Field(False, description="Dispatched only while no request of another class waits.")
 
 
+class IdempotencySpec(Frozen):
+    """Requests with the header `idempotency-key`."""
+
+    grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        30.0, description="A request goes on for this long after its last client has gone, so that a repeat finds it."
+    )
+    keep_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        600.0, description="A repeat gets an answer for this long after its end."
+    )
+    share: bool = Field(
+        True,
+        description="Answer a repeat also through another router: answers of up to 1 MiB are kept in Redis, with the "
+        "text that they contain. Without Redis each router knows its own keys only.",
+    )
+
+
 class RouterSpec(Frozen):
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
@@ -422,6 +438,7 @@ class RouterSpec(Frozen):
         description="Memory of the prefix index; 20 bytes per cached block of the cluster are enough. Blocks that do "
         "not fit give no cache hits (metric `tandem_index_lost_blocks_total`).",
     )
+    idempotency: IdempotencySpec = IdempotencySpec()
 
     @model_validator(mode="after")
     def _classes_differ(self) -> RouterSpec:

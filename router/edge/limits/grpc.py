@@ -136,7 +136,8 @@ class GuardedServer:
             call.code = call.code or ErrorCode.CANCELLED
             raise
         finally:
-            self._calls.finish(call)
+            if not call.is_detached:
+                self._calls.finish(call)
 
 
 async def _echo(context: Any) -> None:

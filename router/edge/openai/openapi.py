@@ -30,6 +30,7 @@ from router.edge.openai.answer_schema import (
 from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from router.idempotency.keyed_answers import HEADER
 from router.request_terms import PRIORITY, TENANT, TIMEOUT
 from tandem.errors import WIRE, ErrorCode
 from tandem.request import (
@@ -138,7 +139,7 @@ def _errors() -> Schema:
 
 
 def _parameters(*, generates: bool) -> list[Schema]:
-    names = ["x-request-id", *((PRIORITY, TENANT, TIMEOUT) if generates else ())]
+    names = ["x-request-id", *((PRIORITY, TENANT, TIMEOUT, HEADER) if generates else ())]
     return [{"name": name, "in": "header", "required": False, "schema": _STRING} for name in names]
 
 

@@ -1,0 +1,1 @@
+"""Answers by idempotency key: a request that a client repeats is computed once."""

@@ -1,0 +1,223 @@
+"""The answers of one router by idempotency key, under way and done, and the tasks that write them.
+
+A request with a key runs in a task of its own. While clients read, it runs; when the last one is gone it goes on for
+`grace_s`, so that a repeat finds it. A done answer stays for `keep_s`, or until others need its memory. A failure after
+which a retry may succeed is not kept: the key is free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from router.idempotency.answer_log import AnswerLog, LogReader
+from tandem.config.spec import IdempotencySpec
+from tandem.errors import (
+    AnswerNotKept,
+    ErrorCode,
+    IdempotencyKeyReused,
+    InternalError,
+    OverloadedError,
+    RequestCancelled,
+    TandemError,
+    UnavailableError,
+)
+
+log = logging.getLogger(__name__)
+
+HEADER = "idempotency-key"
+MAX_TOTAL_BYTES = 64 << 20  # of all answers that are kept
+MAX_KEYS = 10_000
+STOP_S = 1.0  # for runs to write their ends
+
+# Writes an answer into a log. Returns the failure that the answer itself tells, or raises it.
+Produce = Callable[[AnswerLog], Awaitable[TandemError | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRequest:
+    """`identity`: of the tenant and its key. `fingerprint`: of what is asked. `wait_s`: how long it may wait for an
+    answer of another router."""
+
+    identity: bytes
+    fingerprint: bytes
+    wait_s: float
+
+
+class Routers(Protocol):
+    """The other routers of the cluster."""
+
+    async def obtain(self, request: KeyedRequest, log: AnswerLog, produce: Produce) -> TandemError | None:
+        """Calls `produce`, or writes the answer of the router that has. Returns and raises as `produce`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    request: KeyedRequest
+    log: AnswerLog
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None  # ends its run, or forgets its answer
+
+
+class KeyedAnswers:
+    """`others` None: the only router, or it shares nothing."""
+
+    def __init__(self, spec: IdempotencySpec, others: Routers | None = None) -> None:
+        self._spec = spec
+        self._others = others
+        self._entries: dict[bytes, _Entry] = {}
+        self._done: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self.kept_bytes = 0
+
+    def read(self, request: KeyedRequest, produce: Produce) -> LogReader:
+        """A reader of the answer under way or done, else of the one that `produce` writes now.
+
+        Raises IdempotencyKeyReused, AnswerNotKept, OverloadedError.
+        """
+        entry = self._entries.get(request.identity)
+        is_repeat = entry is not None
+        if entry is None:
+            entry = self._begin(request, produce)
+        elif entry.request.fingerprint != request.fingerprint:
+            raise key_reused()
+        elif not entry.log.is_kept:
+            raise not_kept()
+        elif request.identity in self._done:
+            self._done.move_to_end(request.identity)
+        elif entry.timer is not None:
+            entry.timer.cancel()
+        reader = entry.log.reader(partial(self._left, entry))
+        reader.is_repeat = is_repeat
+        return reader
+
+    async def close(self) -> None:
+        """Call it when the router has ended its requests."""
+        self._is_closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for entry in self._entries.values():
+            if entry.timer is not None:
+                entry.timer.cancel()
+        self._entries.clear()
+        self._done.clear()
+        if self._others is not None:
+            await self._others.close()
+
+    def _begin(self, request: KeyedRequest, produce: Produce) -> _Entry:
+        if self._is_closed:
+            raise _stopped()
+        if len(self._entries) >= MAX_KEYS:
+            if not self._done:
+                text = f"{HEADER}: expected at most {MAX_KEYS} requests with a key under way; retry later"
+                raise OverloadedError(text, field=HEADER, retry_after_s=1.0)
+            self._remove(next(iter(self._done.values())))
+        entry = self._entries[request.identity] = _Entry(request, AnswerLog(self))
+        entry.task = asyncio.create_task(self._run(entry, produce), name="keyed-request")
+        self._tasks.add(entry.task)
+        entry.task.add_done_callback(self._tasks.discard)
+        return entry
+
+    async def _run(self, entry: _Entry, produce: Produce) -> None:
+        failure: TandemError | None
+        raised: TandemError | None = None
+        try:
+            if self._others is None:
+                failure = await produce(entry.log)
+            else:
+                failure = await self._others.obtain(entry.request, entry.log, produce)
+        except TandemError as error:
+            failure = raised = error.with_traceback(None)
+        except asyncio.CancelledError:
+            failure = raised = _stopped() if self._is_closed else RequestCancelled("no client waits for the answer")
+        except Exception:
+            log.exception("a request with an idempotency key failed")
+            failure = raised = InternalError("internal error")
+        entry.log.end(raised)
+        entry.task = None
+        self._ended(entry, is_kept=failure is None or is_final(failure))
+
+    def _ended(self, entry: _Entry, *, is_kept: bool) -> None:
+        identity = entry.request.identity
+        if self._entries.get(identity) is not entry:
+            return  # it was abandoned
+        if not is_kept:
+            self._remove(entry)
+            return
+        if entry.timer is not None:
+            entry.timer.cancel()
+        self._done[identity] = entry
+        entry.timer = asyncio.get_running_loop().call_later(self._spec.keep_s, self._remove, entry)
+
+    def _left(self, entry: _Entry) -> None:
+        """A reader has closed."""
+        if entry.task is not None and not entry.log.readers and not self._is_closed:
+            entry.timer = asyncio.get_running_loop().call_later(self._spec.grace_s, self._abandon, entry)
+
+    def _abandon(self, entry: _Entry) -> None:
+        self._remove(entry)
+        if entry.task is not None:
+            entry.task.cancel()
+
+    def _remove(self, entry: _Entry) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        identity = entry.request.identity
+        if self._entries.get(identity) is entry:
+            del self._entries[identity]
+            self._done.pop(identity, None)
+            entry.log.forget()
+
+    # ---- the logs' Memory
+
+    def take(self, size_bytes: int) -> bool:
+        """If others need to be forgotten, forgets those least recently used, but not their keys."""
+        if self.kept_bytes + size_bytes > MAX_TOTAL_BYTES:
+            for entry in self._done.values():
+                entry.log.forget()
+                if self.kept_bytes + size_bytes <= MAX_TOTAL_BYTES:
+                    break
+            else:
+                return False
+        self.kept_bytes += size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        self.kept_bytes -= size_bytes
+
+
+def is_final(failure: TandemError) -> bool:
+    """Whether a repeat gets this failure again."""
+    return not failure.wire.retryable and failure.code not in (ErrorCode.CANCELLED, ErrorCode.IDEMPOTENCY_KEY_REUSED)
+
+
+def key_reused() -> IdempotencyKeyReused:
+    return IdempotencyKeyReused(
+        f"{HEADER}: expected the path and body that this key was first used with, got others: use a new key for "
+        "another request",
+        field=HEADER,
+    )
+
+
+def not_kept() -> AnswerNotKept:
+    return AnswerNotKept(
+        f"{HEADER}: the request with this key has run, but its answer was too large to be kept or others needed "
+        "the memory: use a new key to run it again",
+        field=HEADER,
+    )
+
+
+def _stopped() -> UnavailableError:
+    return UnavailableError("the router stopped before the answer was complete; retry elsewhere", retry_after_s=1.0)
