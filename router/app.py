@@ -25,6 +25,7 @@ from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
 from router.idempotency.keyed_answers import KeyedAnswers
+from router.idempotency.shared_answers import SharedAnswers
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
@@ -167,7 +168,7 @@ class RouterApp:
         launch, spec = self._launch, self._launch.router
         connections = connections_for(spec.max_connections)
         self.bodies = BodyBudget(LARGEST_BODIES * spec.max_body_bytes)
-        self._keyed = KeyedAnswers(spec.idempotency)
+        self._keyed = KeyedAnswers(spec.idempotency, self._shared_answers())
         tls = EdgeTls(spec.tls) if spec.tls is not None else None
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
@@ -206,6 +207,14 @@ class RouterApp:
             controller_socket=launch.controller_socket,
         )
         self.grpc_port = self._grpc.port
+
+    def _shared_answers(self) -> SharedAnswers | None:
+        launch, keys = self._launch, self._launch.router.idempotency
+        if not keys.share or launch.redis_url is None or launch.salt_secret is None:
+            return None
+        return SharedAnswers(
+            launch.redis_url, launch.cluster, launch.router_id, launch.salt_secret, keys.keep_s, self._clock
+        )
 
     async def start(self) -> None:
         self._calls.start()

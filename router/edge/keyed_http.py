@@ -50,6 +50,8 @@ async def answer_once(
         elif call is not None:
             call.is_detached = True
         first = await reader.next()
+        if reader.log.is_replayed and call is not None and not reader.is_repeat:
+            call.take_request()
         handed_over = True
         return _LogResponse(reader, first)
     finally:

@@ -35,7 +35,7 @@ def wait_for(cluster: Cluster, restarts: list[int]) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-@pytest.mark.acceptance(6, soak="one kill; no idempotency keys yet")
+@pytest.mark.acceptance(6, soak="one kill")
 def test_both_routers_serve_and_a_killed_one_comes_back(
     cluster_with: Callable[..., Cluster], golden: list[Golden]
 ) -> None:

@@ -184,6 +184,51 @@ async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_
     assert credited >= sum(len(prompt) // 16 * 16 - 16 for prompt, _ in ASKS), "it has built its index anew"
 
 
+async def keyed(router: RouterSlot, key: str, prompt: list[int]) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": True, **SEEDED}
+    headers = {"idempotency-key": key, "x-request-id": "of-the-client"}
+    async with httpx.AsyncClient(timeout=60) as http:
+        return await http.post(f"http://{router.http_address}/v1/completions", json=body, headers=headers)
+
+
+async def runs_one(router: RouterSlot) -> None:
+    async with asyncio.timeout(20.0):
+        while not await metric(router, "tandem_running_requests"):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.acceptance(6, here="one kill, during a request and after one")
+async def test_a_repeated_request_is_answered_once_also_through_another_router_and_after_a_kill(
+    controller: Controller,
+) -> None:
+    first, second = controller.routers.slots
+    ran = await metric(second, "tandem_requests_total")
+    prompt = ASKS[1][0]
+    original = await keyed(first, "done", prompt)
+    under_way = asyncio.create_task(keyed(first, "under way", prompt))
+    await runs_one(first)
+    repeats = await asyncio.gather(*(keyed(router, "under way", prompt) for router in (first, second)))
+    assert {repeat.content for repeat in repeats} == {(await under_way).content}
+    assert [repeat.headers.get("idempotency-replayed") for repeat in repeats] == ["true", "true"]
+    assert await metric(second, "tandem_requests_total") == ran, "it has run none itself"
+
+    broken = asyncio.create_task(keyed(first, "broken", prompt))
+    await runs_one(first)
+    restarts = first.restarts
+    os.kill((await first.processes())[0].pid, signal.SIGKILL)
+    with pytest.raises(httpx.TransportError):
+        await broken
+    again = await keyed(second, "done", prompt)
+    assert (again.content, again.headers["idempotency-replayed"]) == (original.content, "true")
+    assert await metric(second, "tandem_requests_total") == ran, "its answer outlives the router"
+    retries = await asyncio.gather(*(keyed(second, "broken", prompt) for _ in range(2)))
+    assert retries[0].content == retries[1].content
+    assert [retry.headers.get("idempotency-replayed") for retry in retries] == [None, "true"]
+    assert await metric(second, "tandem_requests_total") == ran + 1, "what the killed one had begun, once"
+    await conserved(controller)
+    await serves_again(first, restarts + 1)
+
+
 async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(controller: Controller) -> None:
     second = controller.routers.slots[1]
     expected = await answers(controller.routers.slots, 0, 16)

@@ -59,6 +59,11 @@ def test_the_user_does_what_tandem_does_and_no_more(address: str) -> None:
         pipe.set("tandem:{c}:prefix:decode-0:snapshot", b"x", ex=60)
         pipe.execute()
     assert client.xread({key: 0})
+    answer = "tandem:{c}:idempotency:00"
+    assert client.set(answer, b"x", nx=True, px=5000)
+    assert client.get(answer) == b"x"
+    assert client.pexpire(answer, 5000)
+    assert client.delete(answer)
     for forbidden in (
         lambda: client.set("other", "x"),
         lambda: client.config_get("*"),

@@ -1,0 +1,209 @@
+"""Answers by idempotency key across the routers of a cluster, through Redis.
+
+The router that sets a key first owns it and runs the request. It renews the key's lease until it writes the done
+answer. Another router waits for that answer, or owns the key itself once the lease has ended. Values carry a MAC of the
+cluster's secret, so no other user of Redis can forge an answer. Without Redis a router runs the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable
+from enum import StrEnum
+from typing import TypeVar, cast
+
+import msgspec
+from redis.exceptions import RedisError
+
+from router.idempotency.answer_log import AnswerLog, Head
+from router.idempotency.keyed_answers import HEADER, KeyedRequest, Produce, is_final, key_reused, not_kept
+from tandem.clock import Clock
+from tandem.errors import AnswerUnderWay, TandemError, error_from_code
+from tandem.rpc.redis_client import answer, connect
+
+log = logging.getLogger(__name__)
+
+MAX_SHARED_BYTES = 1 << 20  # of one answer
+LEASE_S = 5.0
+POLL_S = 0.2
+ANSWER_S = 0.5
+REST_S = 5.0  # without Redis, after it has failed
+_MAC_BYTES = 32
+
+Answer = TypeVar("Answer")
+
+
+class _State(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    NOT_KEPT = "not_kept"
+
+
+class _Shared(msgspec.Struct, frozen=True):
+    """The value of a key. `error`: code, message and field of a failure without a head."""
+
+    state: _State
+    owner: str
+    fingerprint: bytes
+    status: int = 0
+    headers: tuple[tuple[bytes, bytes], ...] | None = None
+    chunks: list[bytes] = []
+    error: tuple[str, str, str | None] | None = None
+
+
+class SharedAnswers:
+    """Args: `secret`: the same for all routers of the cluster. `keep_s`: how long an answer stays in Redis."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        cluster: str,
+        router_id: str,
+        secret: str,
+        keep_s: float,
+        clock: Clock,
+        *,
+        lease_s: float = LEASE_S,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._redis = connect(redis_url)
+        self._cluster = cluster
+        self._router_id = router_id
+        self._secret = secret.encode()
+        self._keep_ms = max(1, round(keep_s * 1000))
+        self._clock = clock
+        self._lease_ms = round(lease_s * 1000)
+        self._poll_s = poll_s
+        self._rests_until_s = clock.now_s()
+
+    async def obtain(self, request: KeyedRequest, log: AnswerLog, produce: Produce) -> TandemError | None:
+        """Raises as `produce`; IdempotencyKeyReused, AnswerNotKept; AnswerUnderWay if another router runs it for too
+        long."""
+        key = f"tandem:{{{self._cluster}}}:idempotency:{request.identity.hex()}"
+        owner = f"{self._router_id}:{secrets.token_hex(8)}"
+        claim = self._sealed(key, _Shared(_State.RUNNING, owner, request.fingerprint))
+        wait_until_s = self._clock.now_s() + request.wait_s
+        is_elsewhere = False
+        while True:
+            value: bytes | None = None
+            try:
+                if await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)):
+                    return await self._own(key, claim, owner, request, log, produce)
+                is_elsewhere = True
+                value = await self._value(key)
+            except (RedisError, OSError):
+                if not is_elsewhere:
+                    return await produce(log)
+            found = None if value is None else self._opened(key, value)
+            if value is not None and found is None:
+                return await produce(log)  # forged, or of routers with another secret
+            if found is not None:
+                if found.fingerprint != request.fingerprint:
+                    raise key_reused()
+                if found.state is not _State.RUNNING:
+                    _replay(found, log)
+                    return None
+            if self._clock.now_s() >= wait_until_s:
+                raise AnswerUnderWay(
+                    f"{HEADER}: another router runs the request with this key; retry for its answer",
+                    field=HEADER,
+                    retry_after_s=1.0,
+                )
+            await asyncio.sleep(self._poll_s)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _own(
+        self, key: str, claim: bytes, owner: str, request: KeyedRequest, log: AnswerLog, produce: Produce
+    ) -> TandemError | None:
+        renewal = asyncio.create_task(self._renew(key, claim), name="idempotency-lease")
+        end: _Shared | None = None
+        try:
+            failure = await produce(log)
+            if failure is None or is_final(failure):
+                end = _done(owner, request, log)
+            return failure
+        except TandemError as error:
+            if is_final(error):
+                said = (error.code.value, error.message, error.field)
+                end = _Shared(_State.DONE, owner, request.fingerprint, error=said)
+            raise
+        finally:
+            renewal.cancel()
+            with contextlib.suppress(RedisError, OSError):  # then the lease ends by itself
+                if await self._value(key) == claim:
+                    if end is None:
+                        await self._ask(self._redis.delete(key))
+                    else:
+                        await self._ask(self._redis.set(key, self._sealed(key, end), px=self._keep_ms))
+
+    async def _renew(self, key: str, claim: bytes) -> None:
+        """Until another router owns the key. Scripts are not allowed everywhere, and none is needed: at worst another
+        owner's lease is renewed once."""
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            with contextlib.suppress(RedisError, OSError):
+                value = await self._value(key)
+                if value is None:
+                    await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms))
+                elif value == claim:
+                    await self._ask(self._redis.pexpire(key, self._lease_ms))
+                else:
+                    log.warning("an idempotency lease was lost; the request may run on two routers")
+                    return
+
+    async def _value(self, key: str) -> bytes | None:
+        return cast(bytes | None, await self._ask(self._redis.get(key)))  # undecoded, as `connect` makes its clients
+
+    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+        """Raises at once while Redis rests."""
+        if self._clock.now_s() < self._rests_until_s:
+            if asyncio.iscoroutine(call):
+                call.close()
+            raise TimeoutError("Redis failed a moment ago")
+        try:
+            return await answer(call, ANSWER_S)
+        except (RedisError, OSError) as error:
+            self._rests_until_s = self._clock.now_s() + REST_S
+            log.warning("redis is not reachable; idempotency keys hold per router", extra={"error": str(error)})
+            raise
+
+    def _sealed(self, key: str, shared: _Shared) -> bytes:
+        content = msgspec.msgpack.encode(shared)
+        return self._mac(key, content) + content
+
+    def _opened(self, key: str, value: bytes) -> _Shared | None:
+        """None if a router of this cluster did not write it."""
+        mac, content = value[:_MAC_BYTES], value[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, content)):
+            log.warning("an idempotency key in Redis has a value of another origin; ignored")
+            return None
+        return msgspec.msgpack.decode(content, type=_Shared)
+
+    def _mac(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._secret, b"tandem.idempotency.v1" + key.encode() + b"\0" + content, "sha256")
+
+
+def _done(owner: str, request: KeyedRequest, log: AnswerLog) -> _Shared:
+    if not log.is_kept or log.kept_bytes > MAX_SHARED_BYTES:
+        return _Shared(_State.NOT_KEPT, owner, request.fingerprint)
+    status, headers = (0, None) if log.head is None else (log.head.status, log.head.headers)
+    return _Shared(_State.DONE, owner, request.fingerprint, status, headers, list(log.chunks))
+
+
+def _replay(found: _Shared, log: AnswerLog) -> None:
+    """Raises AnswerNotKept, and the failure that the answer is."""
+    if found.state is _State.NOT_KEPT:
+        raise not_kept()
+    log.is_replayed = True
+    if found.error is not None:
+        raise error_from_code(*found.error)
+    if found.headers is not None:
+        log.head = Head(found.status, found.headers)
+    for chunk in found.chunks:
+        log.append(chunk)

@@ -1,0 +1,254 @@
+"""Idempotency keys across routers, through a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis import Redis
+
+from router.idempotency import shared_answers
+from router.idempotency.answer_log import AnswerLog, Head
+from router.idempotency.keyed_answers import KeyedAnswers, KeyedRequest, Produce
+from router.idempotency.shared_answers import SharedAnswers
+from router.testing.index import RedisServer
+from router.testing.stub_worker import until
+from tandem.clock import SystemClock
+from tandem.config.spec import IdempotencySpec
+from tandem.errors import (
+    AnswerNotKept,
+    AnswerUnderWay,
+    IdempotencyKeyReused,
+    InputError,
+    NoWorker,
+    TandemError,
+)
+
+LEASE_S = 0.5
+HEAD = Head(200, ((b"content-type", b"text/event-stream"),))
+ASKED = KeyedRequest(b"key", b"what", wait_s=60.0)
+
+
+class Routers:
+    """Routers that share answers; each run waits for `end`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.runs: list[int] = []
+        self.end = asyncio.Event()
+        self.failure: TandemError | None = None
+        self.size_bytes = 10
+        self.made: list[KeyedAnswers] = []
+
+    def router(self, secret: str = "s") -> int:
+        number = len(self.made)
+        shared = SharedAnswers(
+            self.url, "c", f"router-{number}", secret, 60.0, SystemClock(), lease_s=LEASE_S, poll_s=0.02
+        )
+        self.made.append(KeyedAnswers(IdempotencySpec(grace_s=0.0), shared))
+        return number
+
+    def _produce(self, number: int) -> Produce:
+        async def produce(log: AnswerLog) -> None:
+            self.runs.append(number)
+            log.head = HEAD
+            log.append(b"begin ")
+            await self.end.wait()
+            if self.failure is not None:
+                raise self.failure
+            log.append(b"x" * self.size_bytes)
+
+        return produce
+
+    async def _read(self, number: int, asked: KeyedRequest) -> tuple[bytes, bool]:
+        reader = self.made[number].read(asked, self._produce(number))
+        try:
+            content = b""
+            while chunks := await reader.next():
+                content += b"".join(chunks)
+            assert reader.log.head == HEAD
+            return content, reader.log.is_replayed
+        finally:
+            reader.close()
+
+    def ask(self, number: int, asked: KeyedRequest = ASKED) -> asyncio.Task[tuple[bytes, bool]]:
+        return asyncio.create_task(self._read(number, asked))
+
+    async def has_begun(self, number: int) -> None:
+        await until(lambda: number in self.runs, 10.0)
+
+
+@pytest.fixture
+async def routers(server: RedisServer) -> AsyncIterator[Routers]:
+    found = Routers(server.url)
+    found.router()
+    found.router()
+    yield found
+    found.end.set()
+    for each in found.made:
+        await each.close()
+
+
+DONE = b"begin " + b"x" * 10
+
+
+async def test_another_router_waits_for_the_answer_under_way_and_serves_it(routers: Routers) -> None:
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    second = routers.ask(1)
+    _, waiting = await asyncio.wait([second], timeout=3 * LEASE_S)
+    assert waiting == {second}, "the lease is renewed"
+    routers.end.set()
+    assert [await first, await second] == [(DONE, False), (DONE, True)]
+    assert await routers.ask(1) == (DONE, True), "from its own memory now"
+    assert routers.runs == [0]
+
+
+async def test_a_done_answer_comes_from_another_router_and_a_later_one_too(routers: Routers) -> None:
+    routers.end.set()
+    assert await routers.ask(0) == (DONE, False)
+    assert await routers.ask(1) == (DONE, True)
+    assert await routers.ask(routers.router()) == (DONE, True)
+    assert routers.runs == [0]
+
+
+async def test_two_routers_asked_at_once_run_it_once(routers: Routers) -> None:
+    asked = [routers.ask(number) for number in (0, 1, 0, 1)]
+    routers.end.set()
+    assert {content for content, _ in await asyncio.gather(*asked)} == {DONE}
+    assert len(routers.runs) == 1
+
+
+async def test_a_waiting_router_runs_it_when_the_owner_has_died(routers: Routers, server: RedisServer) -> None:
+    """A dead router renews no lease."""
+    redis = Redis.from_url(server.url)
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    [key] = redis.keys()
+    claim = redis.get(key)
+    assert claim is not None
+    first.cancel()
+    await until(lambda: not redis.exists(key))
+    redis.set(key, claim, px=round(LEASE_S * 1000))
+    second = routers.ask(1)
+    await routers.has_begun(1)
+    routers.end.set()
+    assert await second == (DONE, False)
+    assert routers.runs == [0, 1]
+
+
+async def test_a_key_with_another_body_is_refused_and_the_right_one_still_served(routers: Routers) -> None:
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    with pytest.raises(IdempotencyKeyReused):
+        await routers.ask(1, KeyedRequest(b"key", b"other", 60.0))
+    routers.end.set()
+    with pytest.raises(IdempotencyKeyReused):
+        await routers.ask(1, KeyedRequest(b"key", b"other", 60.0))
+    assert await routers.ask(1) == (DONE, True)
+    await first
+
+
+async def test_a_router_that_waits_too_long_says_when_to_retry(routers: Routers) -> None:
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    with pytest.raises(AnswerUnderWay) as refused:
+        await routers.ask(1, KeyedRequest(b"key", b"what", 0.1))
+    assert refused.value.retry_after_s == 1.0
+    routers.end.set()
+    assert await routers.ask(1) == (DONE, True)
+    await first
+
+
+async def test_a_failure_frees_the_key_for_all_routers_if_a_retry_may_help(routers: Routers) -> None:
+    routers.end.set()
+    routers.failure = NoWorker("none", retry_after_s=1.0)
+    with pytest.raises(NoWorker):
+        await routers.ask(0)
+    routers.failure = None
+    assert await routers.ask(1) == (DONE, False)
+    assert routers.runs == [0, 1]
+
+
+async def test_other_failures_are_kept_for_all_routers(routers: Routers) -> None:
+    routers.end.set()
+    routers.failure = InputError("wrong", field="x")
+    for number in (0, 1):
+        with pytest.raises(InputError, match="wrong") as refused:
+            await routers.ask(number)
+        assert refused.value.field == "x"
+    assert routers.runs == [0]
+
+
+async def test_a_large_answer_stays_with_its_router(routers: Routers) -> None:
+    routers.size_bytes = shared_answers.MAX_SHARED_BYTES + 1
+    routers.end.set()
+    content, _ = await routers.ask(0)
+    assert await routers.ask(0) == (content, False)
+    with pytest.raises(AnswerNotKept):
+        await routers.ask(1)
+
+
+async def test_a_cancelled_run_frees_the_key(routers: Routers) -> None:
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    first.cancel()
+    routers.end.clear()
+    second = routers.ask(1)
+    await routers.has_begun(1)
+    routers.end.set()
+    assert await second == (DONE, False)
+
+
+async def test_a_forged_answer_is_not_served(routers: Routers, server: RedisServer) -> None:
+    routers.end.set()
+    await routers.ask(0)
+    redis = Redis.from_url(server.url)
+    [key] = redis.keys()
+    value = redis.get(key)
+    assert isinstance(value, bytes)
+    redis.set(key, value.replace(b"begin", b"wrong"))
+    assert await routers.ask(1) == (DONE, False)
+    assert await routers.ask(routers.router(secret="other")) == (DONE, False)
+
+
+async def test_values_in_redis_expire(routers: Routers, server: RedisServer) -> None:
+    redis = Redis.from_url(server.url)
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    [key] = redis.keys()
+    assert isinstance(key, bytes)
+    assert key.startswith(b"tandem:{c}:idempotency:")
+    assert 0 < redis.pttl(key) <= LEASE_S * 1000
+    routers.end.set()
+    await first
+    assert 50_000 < redis.pttl(key) <= 60_000
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_without_redis_each_router_runs_it_once(routers: Routers, server: RedisServer, how: str) -> None:
+    routers.end.set()
+    server.kill() if how == "killed" else server.freeze()
+    try:
+        for number in (0, 1):
+            assert await routers.ask(number) == (DONE, False)
+            assert await routers.ask(number) == (DONE, False)
+        assert routers.runs == [0, 1]
+    finally:
+        if how == "frozen":
+            server.thaw()
+
+
+async def test_a_router_that_waits_does_not_run_it_because_redis_is_lost(routers: Routers, server: RedisServer) -> None:
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    second = routers.ask(1, KeyedRequest(b"key", b"what", 0.5))
+    redis = Redis.from_url(server.url)
+    await until(lambda: redis.info("commandstats")["cmdstat_set"]["calls"] > 2)
+    server.kill()
+    with pytest.raises(AnswerUnderWay):
+        await second
+    routers.end.set()
+    assert await first == (DONE, False)
+    assert routers.runs == [0]
