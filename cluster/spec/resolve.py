@@ -24,6 +24,7 @@ from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
 from tandem.clock import SystemClock
+from tandem.config.launch import AUTO_HOST
 from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role, TransportKind
 from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
@@ -31,6 +32,7 @@ from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
 LEAST_FREE_PORT = 20000
+_FOREIGN = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 Progress = Callable[[str], None]
@@ -163,7 +165,11 @@ def _handoff_refusal(spec: ModelSpec, property_name: str) -> ConfigError:
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """Raises PortInUse for the first port in use, ConfigError for one that cannot be bound for another reason."""
+    """Raises PortInUse for the first port in use, ConfigError for one that cannot be bound for another reason, such as
+    an address that no interface has."""
+    host = spec.transfer.bind_host
+    if spec.control.ray_address is None and host != AUTO_HOST:  # else hosts of workers have addresses of their own
+        _check_host("transfer.bind_host", host, _bind_error(host, 0))
     wanted = (
         ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
         ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
@@ -171,6 +177,7 @@ def check_ports(spec: ClusterSpec) -> None:
     )
     for field, host, port, flag in wanted:
         error = _bind_error(host, port)
+        _check_host(field.replace("_port", "_host"), host, error)
         if error is None:
             continue
         if error.errno == errno.EADDRINUSE:
@@ -218,13 +225,24 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            return error
+    except OSError as error:
+        return error
     return None
+
+
+def _check_host(field: str, host: str, error: OSError | None) -> None:
+    """Raises ConfigError if `error` says that no interface of this machine has this address."""
+    if error is not None and (isinstance(error, socket.gaierror) or error.errno in _FOREIGN):
+        addresses = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
+        usable = sorted(each for each in addresses if _bind_error(each, 0) is None)
+        raise ConfigError(
+            f"{field}: expected an address of an interface of this machine ({', '.join(usable)}), got {host}",
+            field=field,
+        )
 
 
 def free_ports(*hosts: str) -> list[int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, Port
 from tandem.testing.models import write_tiny_llama
 
 MakeSpec = Callable[..., ClusterSpec]
+NAMED_WITHIN_S = 10.0
 
 
 @pytest.fixture
@@ -50,6 +55,52 @@ def test_a_port_in_use_names_port_and_flag(make_spec: MakeSpec) -> None:
         port = held.getsockname()[1]
         with pytest.raises(PortInUse, match=f"{port}.*--http-port"):
             check_ports(make_spec(router={"http_port": port}))
+
+
+FOREIGN = "198.51.100.7"  # of a network for documents alone
+
+
+@pytest.mark.parametrize(
+    ("field", "host"),
+    [
+        ("transfer.bind_host", FOREIGN),
+        ("transfer.bind_host", "2001:db8::7"),
+        ("transfer.bind_host", "no-such-host.invalid"),
+        ("control.admin_host", FOREIGN),
+        ("router.http_host", FOREIGN),
+        ("router.grpc_host", FOREIGN),
+    ],
+)
+def test_an_address_that_no_interface_has_is_named_with_those_there_are(
+    make_spec: MakeSpec, field: str, host: str
+) -> None:
+    section, name = field.split(".")
+    keys = {"auth": {"keys_file": "absent"}, "allow_plaintext": True}
+    spec = make_spec(**{section: {name: host}, "security": keys})
+    with pytest.raises(ConfigError, match=rf"{field}: expected an address .*127\.0\.0\.1.*, got {host}") as raised:
+        resolve(spec, quiet)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("command", ["up", "doctor"])
+@pytest.mark.acceptance(32, here="an address that no interface has, a port in use")
+def test_a_wrong_interface_and_a_taken_port_are_named_within_ten_seconds(command: str, tmp_path: Path) -> None:
+    """Before the model, which is not there, is looked for."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        for field, value in {"transfer.bind_host": FOREIGN, "router.http_port": held.getsockname()[1]}.items():
+            settings = {field: value, "security.allow_plaintext": True, "models.0.source": str(tmp_path / "absent")}
+            started_s = time.monotonic()
+            with subprocess.Popen(
+                [sys.executable, "-m", "cluster", command, *(f"--set={key}={it}" for key, it in settings.items())],
+                env=os.environ | {"XDG_STATE_HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            ) as process:
+                named = next(line for line in process.stdout or () if f"{field}: " in line)
+                assert time.monotonic() - started_s < NAMED_WITHIN_S
+                assert str(value) in named
+                process.kill()  # the doctor would go on
 
 
 def test_ports_must_differ(make_spec: MakeSpec) -> None:
