@@ -65,6 +65,7 @@ class Routers:
         """Takes over the routers of an earlier controller."""
         for record in records:
             self._controller_secret = record.launch.controller_secret or self._controller_secret
+            self._salt_secret = record.launch.salt_secret or self._salt_secret
         await self._add(records)
 
     def records(self) -> tuple[RouterRecord, ...]:
