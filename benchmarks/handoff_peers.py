@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +14,7 @@ from benchmarks.handoff_bulk import TIMEOUT_S, resident_mb
 from benchmarks.handoff_figures import Figure, HandoffSizes
 from kvtransfer.control import LinkReport, Received, Sent
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.many_agents import start_host
 
 MODEL = FakeModel(layers=8, kv_heads=8, block_tokens=16, head_dim=64, dtype="bfloat16")
 TOKENS = 128  # 2 MiB of KV
@@ -23,18 +22,11 @@ AT_ONCE = 8
 LOOK_S = 0.05
 
 
-def start_host(sockets: list[Path]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kvtransfer.testing.many_agents", "--socket", *map(str, sockets)]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-
-
 @asynccontextmanager
 async def running(count: int) -> AsyncIterator[tuple[FakeWorker, list[FakeWorker]]]:
     """A prefill worker with an agent of its own, whose links to `count` decode workers were ready once."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         sockets = [Path(folder) / f"decode-{number}" / "agent-0.sock" for number in range(count)]
-        for socket in sockets:
-            socket.parent.mkdir(mode=0o700)
         host = start_host(sockets)
         workers: list[FakeWorker] = []
         try:

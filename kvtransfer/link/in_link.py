@@ -78,7 +78,11 @@ class InLink:
     _placed_at_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.watch = LinkWatch(lambda: self.is_taking or bool(self._placing))
+        self.watch = LinkWatch(
+            lambda: self.is_taking or bool(self._placing),
+            is_held_up=lambda: self.thread.is_held_up,
+            hears=lambda: not self.is_taking,
+        )
 
     def reply(self, kind: FrameType, ticket_id: str, seq: int = 0, body: bytes = b"") -> None:
         self.stream.send(Header(kind, ticket_id, seq=seq), body)
@@ -168,6 +172,8 @@ class InLink:
         self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
 
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
+        if not self.receiver.places_ahead:
+            await self._settle()
         hello = self.hello
         limit = max_piece_bytes(hello.transport, hello.protocol)
         check_size(piece, self.local.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
@@ -192,7 +198,7 @@ class InLink:
             await arrival.discard()
             return
         placing = self._place(events, ticket_id, piece, wire_bytes, arrival.place(span), followed)
-        if not self.receiver.places_ahead or wire_bytes <= INLINE_BYTES:
+        if wire_bytes <= INLINE_BYTES:
             await placing
             return
         task = asyncio.create_task(placing)

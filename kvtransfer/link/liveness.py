@@ -2,6 +2,9 @@
 
 A stopped process, a lost host and a hung communicator look the same: no progress for `STALL_S`. Then the link ends, its
 handoffs fail as `peer_lost`, and the sending end reconnects.
+
+A piece that waits for the staging or the threads of an agent may wait longer. Heartbeats say so (`seq` 1; earlier
+releases send 0 and ignore it), and then they are progress enough.
 """
 
 from __future__ import annotations
@@ -26,16 +29,27 @@ class LinkWatch:
     Args:
         is_moving: whether a piece is in flight or being written. Then only `moved` counts as progress, otherwise
             `heard` does too.
+        is_held_up: whether a piece waits for this agent. Then `heard` is progress.
+        hears: whether this end reads frames. If not, the peer's silence means nothing while a piece is held up.
     """
 
-    def __init__(self, is_moving: Callable[[], bool], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        is_moving: Callable[[], bool],
+        clock: Clock | None = None,
+        *,
+        is_held_up: Callable[[], bool] = lambda: False,
+        hears: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._is_moving = is_moving
+        self._is_held_up = is_held_up
+        self._hears = hears
         self._clock = clock or SystemClock()
         self._last_s = self._clock.now_s()
 
-    def heard(self) -> None:
-        """A frame arrived. Heartbeats do not count as progress while pieces do not move."""
-        if not self._is_moving():
+    def heard(self, *, is_peer_held_up: bool = False) -> None:
+        """A frame arrived. Heartbeats do not count as progress while pieces do not move and could."""
+        if is_peer_held_up or self._is_held_up() or not self._is_moving():
             self.moved()
 
     def moved(self) -> None:
@@ -51,9 +65,9 @@ class LinkWatch:
         self.moved()
         while True:
             if has_heartbeats(stream.version):
-                stream.send(Header(FrameType.HEARTBEAT))
-            else:
-                self.heard()  # peers of version 1 send no heartbeats
+                stream.send(Header(FrameType.HEARTBEAT, seq=int(self._is_held_up())))
+            if not has_heartbeats(stream.version) or not self._hears():
+                self.heard()
             began_s = self._clock.now_s()
             await asyncio.sleep(HEARTBEAT_S)
             self.check(self._clock.now_s() - began_s)

@@ -217,7 +217,7 @@ class OutLink:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
             self._jobs = TicketQueue(self._may_send)
-            self._watch = LinkWatch(self._is_moving)
+            self._watch = LinkWatch(self._is_moving, is_held_up=lambda: thread.is_held_up)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             await turn.aclose()
@@ -324,7 +324,7 @@ class OutLink:
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
             if header.type is FrameType.HEARTBEAT:
-                self._watch.heard()
+                self._watch.heard(is_peer_held_up=header.seq > 0)
                 continue
             self._update_window(header)
             self._events.link_frame(self, header, body)

@@ -176,7 +176,7 @@ class DevicePool:
             blocks, span.layer_count, span.head_count, self.layout.block_tokens, self.layout.head_dim, self.layout.dtype
         )
         inner = PoolSpan(tuple(range(blocks)), span.last_block_tokens, 0, span.layer_count, 0, span.head_count)
-        with staging.lease(layout.pool_bytes + scratch_bytes) as leased:
+        with staging.lease(layout.pool_bytes + scratch_bytes, receives=write) as leased:
             buffer, scratch = leased[: layout.pool_bytes], leased[layout.pool_bytes :]
             host = DevicePool(layout, torch.from_numpy(buffer))
             if not write:

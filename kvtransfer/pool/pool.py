@@ -94,7 +94,7 @@ class PoolMap:
         if not scratch_bytes:
             yield self, span, np.empty(0, np.uint8)
             return
-        with staging.lease(scratch_bytes) as scratch:
+        with staging.lease(scratch_bytes, receives=write) as scratch:
             yield self, span, scratch
 
     def cursor(self, span: PoolSpan) -> Cursor:

@@ -11,7 +11,6 @@ With pools on torch's device "cpu" the same code runs over gloo.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import secrets
 import time
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from kvtransfer.pool.digest import digest_of_bytes
 from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.transports.process_group import (
-    PIECE_TIMEOUT,
     TIMEOUT,
     Group,
     GroupReceiver,
@@ -59,15 +57,15 @@ class DeviceMessages:
         self._group = group
         self._thread = thread
 
-    def send(self, data: Tensor, timeout: datetime.timedelta = PIECE_TIMEOUT) -> None:
-        """Raises HandoffFault (transport) if it was not received in time, or the link was closed."""
-        self._move(lambda: self._group.send(data), timeout)
+    def send(self, data: Tensor) -> None:
+        """Raises HandoffFault (transport) if the link was closed, which it is if the peer stalls."""
+        self._move(lambda: self._group.send(data))
 
-    def receive(self, data: Tensor, timeout: datetime.timedelta = PIECE_TIMEOUT) -> None:
+    def receive(self, data: Tensor) -> None:
         """Raises like `send`."""
-        self._move(lambda: self._group.receive(data), timeout)
+        self._move(lambda: self._group.receive(data))
 
-    def _move(self, start: Callable[[], Work], timeout: datetime.timedelta) -> None:
+    def _move(self, start: Callable[[], Work]) -> None:
         if self.pool.device.type == "cpu":
             self._over_gloo(start)
             return
@@ -77,7 +75,7 @@ class DeviceMessages:
             self._group.abort()
             self.pool.run(lambda: None)  # waits: now nothing uses the staging
             raise
-        deadline_s = time.monotonic() + timeout.total_seconds()
+        deadline_s = time.monotonic() + TIMEOUT.total_seconds()
         with self._thread.waiting(), device_errors():
             while not (is_moved := moved.query()):
                 if self._group.is_closed or time.monotonic() > deadline_s:
@@ -119,7 +117,7 @@ class NcclSender(GroupSender):
         stream.send(Header(FrameType.PROBE))
         data = torch.frombuffer(probe, dtype=torch.uint8)
         messages = self._messages()
-        await self._thread.run(lambda: messages.send(data.to(self._pool.device), TIMEOUT))
+        await self._thread.run(lambda: messages.send(data.to(self._pool.device)))
         return digest_of_bytes(memoryview(probe))
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
@@ -136,7 +134,7 @@ class NcclSender(GroupSender):
     def _send(
         self, messages: DeviceMessages, size: int, span: PoolSpan, announce: Callable[[int | None], None]
     ) -> None:
-        with self._pool.staging.lease(size) as staging:
+        with self._pool.staging.lease(size, receives=False) as staging:
             data = self._pool.pack(span, staging)
             announce(None if self._keys is None else self._pool.digest_packed(data, span, self._keys))
             messages.send(data)
@@ -165,8 +163,8 @@ class NcclReceiver(GroupReceiver):
         return await self._thread.run(self._receive_probe, self._messages())
 
     def _receive_probe(self, messages: DeviceMessages) -> int:
-        with self._pool.staging.lease(PROBE_BYTES) as data:
-            messages.receive(data, TIMEOUT)  # NCCL connects with the first message
+        with self._pool.staging.lease(PROBE_BYTES, receives=True) as data:
+            messages.receive(data)  # NCCL connects with the first message
             return digest_of_bytes(data.cpu().numpy().data)
 
     async def fetch(self, piece: Piece, body: bytes) -> MessageArrival:
@@ -187,7 +185,7 @@ class _Transfer:
 
     def write(self, span: PoolSpan) -> int:
         pool = self.messages.pool
-        with pool.staging.lease(self.piece.payload_bytes) as data:
+        with pool.staging.lease(self.piece.payload_bytes, receives=True) as data:
             self.messages.receive(data)
             digest = 0 if self.keys is None else pool.digest_packed(data, span, self.keys)
             if self.piece.digest in (None, digest):
@@ -195,5 +193,5 @@ class _Transfer:
             return digest
 
     def skip(self) -> None:
-        with self.messages.pool.staging.lease(self.piece.payload_bytes) as data:
+        with self.messages.pool.staging.lease(self.piece.payload_bytes, receives=True) as data:
             self.messages.receive(data)

@@ -254,7 +254,7 @@ class NixlReceiver:
     def _receive_probe(self) -> int:
         peer = replace(_open(self._peer), in_pool=False)
         runs = np.array([[peer.probe_address, PROBE_BYTES]], np.uint64)
-        with self._local.staging.lease(PROBE_BYTES) as data:
+        with self._local.staging.lease(PROBE_BYTES, receives=True) as data:
             self._read(peer, runs, data.ctypes.data)
             return digest_of_bytes(data.data)
 
@@ -278,11 +278,11 @@ class NixlReceiver:
     def _place(self, runs: Runs, piece: Piece, span: PoolSpan) -> int:
         local, size, peer = self._local, piece.payload_bytes, _open(self._peer)
         if isinstance(pool := local.pool, PoolMap):
-            with local.staging.lease(size) as data:
+            with local.staging.lease(size, receives=True) as data:
                 self._read(peer, runs, data.ctypes.data)
                 pool.unpack(data, span)
                 return digest_of_bytes(data.data) if self._digests else 0
-        with pool.staging.lease(size) as staged:
+        with pool.staging.lease(size, receives=True) as staged:
             self._read(peer, runs, staged.data_ptr())
             digest = 0 if self._keys is None else pool.digest_packed(staged, span, self._keys)
             if piece.digest in (None, digest):

@@ -3,8 +3,8 @@
 The receiver creates the store on a pre-bound port of its interface and sends the port in the welcome. A piece is sent
 in canonical order as messages of `MESSAGE_BYTES`. The receiver gets them in staging, so that the library's late writes
 are harmless; the sender packs them there, or sends them from the pool where their bytes are contiguous. While one
-message is in transit, the next is packed and the previous one unpacked. A dead peer raises an error at once, a silent
-one after the timeout.
+message is in transit, the next is packed and the previous one unpacked. A dead peer raises an error at once. A silent
+one does when its link is closed, which ends the group's operations.
 
 The digest is computed while packing, so it follows the bytes at the end of the last message. The announcement carries a
 random number instead, and the trailer is the digest xor that number (as in `tcp`). In version 1 a piece is one message
@@ -19,10 +19,10 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,15 +39,16 @@ from kvtransfer.pool.digest import Digest, digest_of, digest_of_bytes, start_dig
 from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, PoolSpan
 from kvtransfer.pool.quantise import dequantise, quantise
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, WelcomeTerms
+from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
 from kvtransfer.transports.threads import LinkThread
 from kvtransfer.versions import stripes_groups
 
-TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous
+TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous, and for pieces; a stalled link is closed sooner
 MESSAGE_BYTES = 4 << 20
-PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # because gloo's abort wakes no waiter
-ABORT_S = 5.0  # longest abort of a NCCL communicator
+ABORT_S = 5.0  # longest abort of a communicator
 _RECEIVER, _SENDER = 0, 1
+_NO_MESSAGE = 1  # a tag
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _BUFFERS = 3
 _TRAILER = struct.Struct("<Q")
 
@@ -96,20 +97,22 @@ class Group:
                 work.wait()  # with a timeout, torch would block this thread
             return
         with self._thread.waiting(), _library_errors():
-            work.wait(PIECE_TIMEOUT)
+            work.wait(TIMEOUT)
 
     def abort(self) -> None:
-        """Ends the operations of the group with an error: NCCL's now, gloo's at their timeout."""
-        if (group := self._group) is not None:
+        """Ends the operations of the group with an error."""
+        if (group := self._group) is None:
+            return
+        if self._device.type == "cuda":
             group.abort()
+            return
+        with suppress(RuntimeError):  # gloo's abort wakes no waiter, but one operation's timeout wakes all
+            group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NO_MESSAGE).wait(_AT_ONCE)
 
     def close(self) -> None:
-        """On the loop; never waits. An abort of NCCL that hangs ends the process."""
+        """On the loop; never waits. An abort that hangs ends the process."""
         self.is_closed = True
-        if self._device.type != "cuda":
-            self.abort()
-            return
-        aborting = threading.Thread(target=self.abort, name="nccl-abort", daemon=True)
+        aborting = threading.Thread(target=self.abort, name="group-abort", daemon=True)
         aborting.start()
         asyncio.get_running_loop().call_later(ABORT_S, lambda: self._thread.hung() if aborting.is_alive() else None)
 
@@ -118,7 +121,7 @@ class Group:
         self._group = None
 
     def _open(self) -> _TorchGroup:
-        if self._group is None:
+        if self._group is None or self.is_closed:
             raise HandoffFault(HandoffCause.TRANSPORT, "torch.distributed: the link failed before")
         return self._group
 
@@ -215,19 +218,29 @@ class GlooSender(GroupSender):
             number = secrets.randbits(8 * _TRAILER.size)
         elif self._digests:
             number = await self._thread.run(self._digest, span)
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
-        await self._thread.run(self._send, joined(self._group), piece.payload_bytes, span, form, number)
+        header = Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number))
+        announce = partial(asyncio.get_running_loop().call_soon_threadsafe, stream.send, header)
+        await self._thread.run(self._send, joined(self._group), piece.payload_bytes, span, form, number, announce)
 
     def _digest(self, span: PoolSpan) -> int:
         with self._local.pool.on_host(span, self._local.staging, write=False) as (pool, read, _):
             return digest_of(pool, read)
 
-    def _send(self, group: Group, size_in_pool: int, span: PoolSpan, form: Format, number: int | None) -> None:
+    def _send(
+        self,
+        group: Group,
+        size_in_pool: int,
+        span: PoolSpan,
+        form: Format,
+        number: int | None,
+        announce: Callable[[], object],
+    ) -> None:
         """Returns when all messages have been sent, after which the staging and the pool are no longer read."""
         local, int8 = self._local, self._int8
         digest = start_digest(form.payload_bytes, grain_bytes(local, int8=int8)) if form.follows else None
         buffers_bytes = _BUFFERS * form.buffer_bytes
         with local.pool.on_host(span, local.staging, write=False, scratch_bytes=buffers_bytes) as (pool, read, staging):
+            announce()
             cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if int8 else pool.cursor(read)
             buffers = staging.reshape(_BUFFERS, form.buffer_bytes)
             works: list[Work] = []
@@ -306,7 +319,7 @@ class GlooReceiver(GroupReceiver):
         return await self._thread.run(self._receive_probe, joined(self._group))
 
     def _receive_probe(self, group: Group) -> int:
-        with self._local.staging.lease(MESSAGE_BYTES) as buffer:
+        with self._local.staging.lease(MESSAGE_BYTES, receives=True) as buffer:
             group.wait(group.receive(as_tensor(buffer)))
             return digest_of_bytes(buffer[:PROBE_BYTES].data)
 
@@ -372,7 +385,7 @@ class _GlooTransfer:
         return 0 if self.digest is None else self.digest.value() ^ followed
 
     def skip(self) -> None:
-        with self.local.staging.lease(_BUFFERS * self.form.buffer_bytes) as staging:
+        with self.local.staging.lease(_BUFFERS * self.form.buffer_bytes, receives=True) as staging:
             for _ in self._messages(staging):
                 pass
 

@@ -41,7 +41,8 @@ class KvSender(Protocol):
         ...
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
-        """Announces a piece, and sends it if the transport carries bytes. Our blocks are read until it is acknowledged.
+        """Announces a piece once it has its staging, and sends it if the transport carries bytes. Our blocks are read
+        until it is acknowledged.
 
         The digest is in the announcement, or follows, xor a number announced in its place. Raises HandoffFault
         (transport) if the data path failed, after which the link must end.

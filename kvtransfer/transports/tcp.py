@@ -11,10 +11,12 @@ order are intact.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -66,12 +68,16 @@ class TcpSender:
         number = secrets.randbits(64) if self._digests else None
         size, layout = piece.payload_bytes, self._local.layout
         wire = as_int8(piece, layout) if self._int8 else piece
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
-        await self._thread.run(self._send, _open(self._data), span, size, number)
+        header = Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number))
+        announce = partial(asyncio.get_running_loop().call_soon_threadsafe, stream.send, header)
+        await self._thread.run(self._send, _open(self._data), span, size, number, announce)
 
-    def _send(self, data: DataSocket, span: PoolSpan, size: int, number: int | None) -> None:
+    def _send(
+        self, data: DataSocket, span: PoolSpan, size: int, number: int | None, announce: Callable[[], object]
+    ) -> None:
         hasher, staging = xxhash.xxh3_64(), self._local.staging
         with self._local.pool.on_host(span, staging, write=False, scratch_bytes=BATCH_BYTES) as (pool, read, scratch):
+            announce()
             source = batches_of(quantise(pool.pack(read, size), pool.layout)) if self._int8 else None
             for batch in source or batches(pool, read, scratch):
                 batch.gather()
@@ -191,7 +197,7 @@ class _TcpTransfer:
         return int(hasher.intdigest()) ^ self._trailer() if self.digests else 0
 
     def skip(self, size: int) -> None:
-        with self.local.staging.lease(BATCH_BYTES) as scratch:
+        with self.local.staging.lease(BATCH_BYTES, receives=True) as scratch:
             while size:
                 step = min(size, BATCH_BYTES)
                 self.data.receive([scratch[:step].data])

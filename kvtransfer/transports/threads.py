@@ -17,7 +17,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
-from kvtransfer.pool.staging import set_unwanted
+from kvtransfer.pool.staging import set_waiter
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,18 @@ class LinkThread:
         self._lock = threading.Lock()
         self._current: asyncio.Future[None] | None = None
         self._is_waiting = False
+        self._is_staging = False
         self._is_abandoned = False
         self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether its operation waits for this agent's threads or staging, so that its peer is not to blame."""
+        return self._is_staging or (self._current is None and bool(self._jobs))
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Raises what `function` raises; CancelledError if the link was closed before; HandoffFault (transport) if the
@@ -170,6 +180,15 @@ class LinkThread:
         if is_abandoned:
             raise HandoffFault(HandoffCause.TRANSPORT, f"{self._name}: the link was closed meanwhile")
 
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        self._is_staging = True
+        try:
+            with self.waiting():
+                yield
+        finally:
+            self._is_staging = False
+
     def hung(self) -> None:
         """Only the end of the process can stop something of this link."""
         self._threads.on_hung(self._name)
@@ -200,7 +219,7 @@ class LinkThread:
             if not self._jobs:
                 return
             job, self._current = self._jobs.popleft()
-        set_unwanted(lambda: self._is_closed)
+        set_waiter(self)
         job()
         with self._lock:
             self._current = None

@@ -21,7 +21,7 @@ from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
 from kvtransfer.connection.handshake import LocalRank
 from kvtransfer.pool import cuda_ipc
 from kvtransfer.pool.device_pool import DevicePool
-from kvtransfer.transports import process_group
+from kvtransfer.transports import nccl, process_group
 from kvtransfer.transports.nccl import DeviceMessages
 from kvtransfer.transports.process_group import TIMEOUT, Group
 from kvtransfer.transports.threads import AgentThreads, LinkThread
@@ -149,9 +149,12 @@ async def test_a_message_may_take_its_time(link: Link) -> None:
     assert link.nccl.aborts == 0
 
 
-async def test_a_message_that_is_not_moved_in_time_is_aborted_before_its_staging_is_free(link: Link) -> None:
+async def test_a_message_that_is_not_moved_in_time_is_aborted_before_its_staging_is_free(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "TIMEOUT", SOON)
     with pytest.raises(HandoffFault, match="did not take part in time") as late:
-        await link.thread.run(link.messages.send, DATA, SOON)
+        await link.thread.run(link.messages.send, DATA)
     assert late.value.cause == HandoffCause.TRANSPORT
     assert link.nccl.aborts == 1
     assert link.waited[-1] == "synchronize"

@@ -111,7 +111,7 @@ def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: PoolS
 def test_a_packed_span_has_canonical_bytes_the_spans_digest_and_a_way_back(span: PoolSpan) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
     size = sum(part.size for part in source_bytes.slices(span))
-    with source.staging.lease(size) as staging:
+    with source.staging.lease(size, receives=False) as staging:
         packed = source.pack(span, staging)
         assert np.array_equal(packed.numpy(), source_bytes.pack(span, size))
         assert source.digest_packed(packed, span, KEYS) == source.digest(span, KEYS)

@@ -17,7 +17,8 @@ class Watched:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.moving = False
-        self.watch = LinkWatch(lambda: self.moving, self.clock)
+        self.is_held_up = False
+        self.watch = LinkWatch(lambda: self.moving, self.clock, is_held_up=lambda: self.is_held_up)
 
     def pass_time(self, seconds: float, *, has_heartbeats: bool) -> None:
         for _ in range(round(seconds / HEARTBEAT_S)):
@@ -44,6 +45,24 @@ def test_a_peer_that_beats_and_moves_no_piece_ends_the_link() -> None:
     watched.watch.moved()
     watched.pass_time(STALL_S, has_heartbeats=True)
     watched.watch.moved()
+    with pytest.raises(HandoffFault, match="no piece moved"):
+        watched.pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=True)
+
+
+def test_a_piece_that_waits_for_this_agent_ends_no_link_whose_peer_beats() -> None:
+    watched = Watched()
+    watched.moving = watched.is_held_up = True
+    watched.pass_time(10 * STALL_S, has_heartbeats=True)
+    with pytest.raises(HandoffFault):
+        watched.pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=False)
+
+
+def test_a_piece_that_waits_for_the_peer_ends_no_link_while_the_peer_says_so() -> None:
+    watched = Watched()
+    watched.moving = True
+    for _ in range(round(10 * STALL_S / HEARTBEAT_S)):
+        watched.watch.heard(is_peer_held_up=True)
+        watched.pass_time(HEARTBEAT_S, has_heartbeats=True)
     with pytest.raises(HandoffFault, match="no piece moved"):
         watched.pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=True)
 
