@@ -127,13 +127,14 @@ class Staging(Generic[M]):
     def _wait(self, count: int, turn: object, waiter: Waiter | None, *, receives: bool) -> int:
         deadline_s = time.monotonic() + WAIT_S
         with self._changed:
-            while (first := self._try(count, turn, receives=receives)) is None:
+            while True:
                 if waiter is not None and waiter.is_closed:
                     raise HandoffFault(HandoffCause.TRANSPORT, "staging: the link was closed")
+                if (first := self._try(count, turn, receives=receives)) is not None:
+                    return first
                 if time.monotonic() >= deadline_s:
                     raise HandoffFault(HandoffCause.TRANSPORT, "staging: too many handoffs at once in this agent")
                 self._changed.wait(LOOK_S)
-        return first
 
     def _try(self, count: int, turn: object, *, receives: bool) -> int | None:
         """Takes `count` free neighbours if it is this turn: None if not, or if there are none."""

@@ -29,7 +29,7 @@ MAX_WAITING = 36  # threads that only wait for others, beyond these
 MAX_ABANDONED = 4  # threads in hung operations, beyond which the process must end
 IDLE_S = 10.0  # a thread without work ends after this time
 INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
-HANG_GRACE_S = 0.25  # time for an operation to notice that its link closed
+HANG_GRACE_S = 1.0  # time for an operation to end a copy, on a busy machine, after its link closed
 
 
 class AgentThreads:
