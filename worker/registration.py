@@ -11,6 +11,7 @@ import grpc.aio
 
 from kvtransfer.control import Peer
 from tandem.config.launch import WorkerLaunch
+from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
@@ -71,15 +72,20 @@ class Registration:
 
     async def _follow(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> None:
         """Passes on the directory until the controller is lost or this worker must register again."""
-        watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
+        request = cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id, takes_changes=True)
+        watching = stub.WatchDirectory(request)
+        known: cluster_pb2.Directory | None = None
         ending = asyncio.create_task(self._changed.wait())
         ending.add_done_callback(lambda _: watching.cancel())
         try:
-            async for directory in watching:
-                self._on_peers(peers_of(directory, self._info))
+            async for message in watching:
+                known = apply_directory(known, message)
+                self._on_peers(peers_of(known, self._info))
         except asyncio.CancelledError:
             if not self._changed.is_set():
                 raise  # this worker is being stopped
+        except DirectoryGap as gap:
+            log.info("%s; asking for all of it", gap.message)
         finally:
             ending.cancel()
 

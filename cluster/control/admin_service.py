@@ -79,7 +79,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     async def WatchDirectory(
         self, request: cluster_pb2.WatchDirectoryRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.Directory]:
-        async for directory in self._workers.directory.follow():
+        async for directory in self._workers.directory.follow(takes_changes=request.takes_changes):
             yield directory
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from kvtransfer.session.reshard import check_compatible, reshard_plan
 from tandem.errors import IncompatiblePools
+from tandem.rpc.directory import directory_changes
 from tandem.v1 import cluster_pb2
 
 
@@ -18,15 +19,20 @@ class Directory:
         self._places: dict[str, cluster_pb2.WorkerPlace] = {}
         self._autoscaler_decisions: dict[str, int] = {}
         self._version = 1
+        self._current: cluster_pb2.Directory | None = None  # this version, once it was asked for
+        self._changes: dict[int, cluster_pb2.Directory] = {}  # to it, by the version they change
         self._changed = asyncio.Event()
 
     def snapshot(self) -> cluster_pb2.Directory:
-        return cluster_pb2.Directory(
-            version=self._version,
-            workers=self._workers.values(),
-            places=self._places.values(),
-            autoscaler_decisions=self._autoscaler_decisions,
-        )
+        """Shared by all who ask for this version: do not change it."""
+        if self._current is None:
+            self._current = cluster_pb2.Directory(
+                version=self._version,
+                workers=self._workers.values(),
+                places=self._places.values(),
+                autoscaler_decisions=self._autoscaler_decisions,
+            )
+        return self._current
 
     def set_autoscaler_decisions(self, counts: Mapping[str, int]) -> None:
         """Counts by action, which the routers export as metrics."""
@@ -76,19 +82,27 @@ class Directory:
     def get(self, worker_id: str) -> cluster_pb2.WorkerInfo | None:
         return self._workers.get(worker_id)
 
-    async def follow(self) -> AsyncIterator[cluster_pb2.Directory]:
-        """Yields the current directory, then each newer one."""
-        sent = 0
+    async def follow(self, *, takes_changes: bool = False) -> AsyncIterator[cluster_pb2.Directory]:
+        """Yields the current directory, then each newer one: whole, or as changes of the one before."""
+        sent: cluster_pb2.Directory | None = None
         while True:
-            if self._version != sent:
-                sent = self._version
-                yield self.snapshot()
+            if sent is None or self._version != sent.version:
+                before, sent = sent, self.snapshot()
+                yield sent if before is None or not takes_changes else self._changes_of(before)
                 continue
             changed = self._changed
             await changed.wait()
 
+    def _changes_of(self, before: cluster_pb2.Directory) -> cluster_pb2.Directory:
+        """Computed once for all followers that have that version."""
+        if before.version not in self._changes:
+            self._changes[before.version] = directory_changes(before, self.snapshot())
+        return self._changes[before.version]
+
     def _bump(self) -> None:
         self._version += 1
+        self._current = None
+        self._changes.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 

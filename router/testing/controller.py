@@ -25,9 +25,9 @@ class StubController(ClusterServicer):
         self._changed = asyncio.Condition()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
         add_ClusterServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
 
     async def stop(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
+from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
@@ -41,17 +42,21 @@ class DirectoryFollower:
 
     async def _run(self) -> None:
         backoff_s = 0.05
-        request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
+        request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher, takes_changes=True)
         # With TLS, fail fast: a channel keeps the certificate it was opened with, so a renewed one needs a new channel.
         waits = self._tls is None
         while True:
             try:
                 async with open_channel(self._address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
                     stub = ClusterStub(channel)
-                    async for directory in stub.WatchDirectory(request, wait_for_ready=waits):
+                    known: cluster_pb2.Directory | None = None
+                    async for message in stub.WatchDirectory(request, wait_for_ready=waits):
                         backoff_s = 0.05
-                        self._on_directory(directory)
+                        known = apply_directory(known, message)
+                        self._on_directory(known)
                 log.info("the controller closed the directory stream; reconnecting")
+            except DirectoryGap as gap:
+                log.info("%s; asking for all of it", gap.message)
             except grpc.aio.AioRpcError as error:
                 log.warning("lost the controller; keeping the last directory", extra={"error": error.details()})
             except Exception:  # a bug in applying one directory must not end the task

@@ -272,15 +272,19 @@ class WatchDirectoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WATCHER_FIELD_NUMBER: _builtins.int
+    TAKES_CHANGES_FIELD_NUMBER: _builtins.int
     watcher: _builtins.str
+    takes_changes: _builtins.bool
+    """after the first message, only changes need be sent"""
     def __init__(
         self,
         *,
         watcher: _builtins.str = ...,
+        takes_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["watcher", b"watcher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["takes_changes", b"takes_changes", "watcher", b"watcher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,7 +318,14 @@ class Directory(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     AUTOSCALER_DECISIONS_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    REMOVED_WORKERS_FIELD_NUMBER: _builtins.int
+    REMOVED_PLACES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    base_version: _builtins.int
+    """0: this is the whole directory. Otherwise it changes that version: `workers` and `places` are those added or changed,
+    and the others stay, except for these.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """ready ones"""
@@ -327,6 +338,10 @@ class Directory(_message.Message):
     def autoscaler_decisions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by action, since the controller started; empty without an autoscaler"""
 
+    @_builtins.property
+    def removed_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def removed_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -334,10 +349,13 @@ class Directory(_message.Message):
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
         places: _abc.Iterable[Global___WorkerPlace] | None = ...,
         autoscaler_decisions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        base_version: _builtins.int = ...,
+        removed_workers: _abc.Iterable[_builtins.str] | None = ...,
+        removed_places: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "places", b"places", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "base_version", b"base_version", "places", b"places", "removed_places", b"removed_places", "removed_workers", b"removed_workers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
