@@ -46,7 +46,8 @@ from kvtransfer.control import (
     SetPeers,
     TakeCensus,
 )
-from kvtransfer.link.in_link import LinkAcceptor
+from kvtransfer.link.in_link import InLink, LinkAcceptor
+from kvtransfer.link.out_link import OutLink
 from kvtransfer.pool import digest
 from kvtransfer.pool.pools import make_host_staging, open_pool
 from kvtransfer.session.ticket import KEY_BYTES
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 MAX_TICK_S = 0.5
+WARM_LINKS = 16  # kept open without tickets, both ways together; of more than this, those used last
+REST_AFTER_S = 5.0
 HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
@@ -77,6 +80,7 @@ class Attachment:
         self, local: LocalRank, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]
     ) -> None:
         self.local = local
+        self._clock = clock
         self.outgoing = HandoffSender(local, transports, clock, report)
         self.incoming = HandoffReceiver(local, clock, report, self.outgoing.has_link)
         attach = local.attach
@@ -121,6 +125,19 @@ class Attachment:
     def tick(self) -> None:
         self.outgoing.tick()
         self.incoming.tick()
+        self._rest_links()
+
+    def _rest_links(self) -> None:
+        """Closes the links that were not used for longest, if many are open: each may hold a communicator."""
+        excess = self.outgoing.ready_links + self.incoming.ready_links - WARM_LINKS
+        if excess <= 0:
+            return
+        unused: list[OutLink | InLink] = [*self.outgoing.unused_links(), *self.incoming.unused_links()]
+        unused.sort(key=lambda link: link.used_s)
+        now_s = self._clock.now_s()
+        for link in unused[:excess]:
+            if now_s - link.used_s >= REST_AFTER_S:
+                link.rest()
 
 
 class Agent:

@@ -116,6 +116,7 @@ class HandoffReceiver:
     # --- links -------------------------------------------------------------------------------------------------
 
     def link_up(self, link: InLink) -> None:
+        link.used_s = self._clock.now_s()
         self._links.append(link)
         self._report_link(link, "ready", "")
 
@@ -137,6 +138,7 @@ class HandoffReceiver:
             self._do(entry, entry.session.link_down(link.hello.rank, HandoffCause.PEER_LOST, "the sender disconnected"))
             return
         entry.links[link.hello.rank] = link
+        link.used_s = self._clock.now_s()
         link.reply(FrameType.ACCEPT, ticket_id)
 
     def _check(self, link: InLink, ticket_id: str, ticket: Ticket) -> None:
@@ -210,6 +212,16 @@ class HandoffReceiver:
 
     # --- state -------------------------------------------------------------------------------------------------
 
+    def unused_links(self) -> list[InLink]:
+        """Links that no ticket uses, and none is expected to."""
+        leases = [entry.session.lease for entry in self._tickets.values()]
+        expected = {(lease.prefill_worker, lease.prefill_epoch) for lease in leases}
+        return [
+            link
+            for link in self._links
+            if not link.is_resting and (link.hello.worker_id, link.hello.epoch) not in expected
+        ]
+
     @property
     def receiving_count(self) -> int:
         return len(self._tickets)
@@ -241,6 +253,7 @@ class HandoffReceiver:
         if entry.session.is_over and self._tickets.pop(ticket_id, None) is not None:
             self._remember(ticket_id)
             for link in entry.links.values():
+                link.used_s = self._clock.now_s()
                 self._report_link(link, "ready", "")
 
     def _remember(self, ticket_id: str) -> None:

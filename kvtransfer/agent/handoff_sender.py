@@ -33,8 +33,6 @@ from tandem.errors import IncompatiblePools, InputError
 
 log = logging.getLogger(__name__)
 
-WARM_LINKS = 16  # kept open without tickets; to more peers than this, those used last
-REST_AFTER_S = 5.0
 OPENING_AT_ONCE = 64  # links that no ticket waits for
 _REMEMBERED = 4096
 WorkerEpoch = tuple[str, int]
@@ -192,21 +190,12 @@ class HandoffSender:
             )
         for entry in list(self._sending.values()):
             self._do(entry, entry.session.tick())
-        self._rest_links(now_s)
 
-    def _rest_links(self, now_s: float) -> None:
-        """Closes the links that were not used for longest, if many are open."""
-        ready = sorted((link for link in self._links.values() if link.is_ready), key=lambda link: link.used_s)
-        excess = len(ready) - WARM_LINKS
-        if excess <= 0:
-            return
+    def unused_links(self) -> list[OutLink]:
+        """Ready links that no ticket uses and whose peers know of rest: others would take their ends for losses."""
         in_use = {entry.peer(rank) for entry in self._sending.values() for rank in entry.session.decode_ranks}
-        for link in ready[:excess]:
-            peer = link.peer
-            if (peer.worker_id, peer.epoch, peer.rank) in in_use or not peer.transports:
-                continue  # a peer of an earlier release would take the end of the link for a loss
-            if now_s - link.used_s >= REST_AFTER_S:
-                link.rest()
+        ready = (link for key, link in self._links.items() if link.is_ready and key not in in_use)
+        return [link for link in ready if link.peer.transports]
 
     def _check(self, message: OpenSend) -> Ticket:
         ticket = Ticket.parse(message.signed_ticket)
@@ -272,6 +261,10 @@ class HandoffSender:
             self._do(entry, entry.session.link_down(rank, cause, reason, final=final))
 
     def link_frame(self, link: OutLink, header: Header, body: bytes) -> None:
+        if header.type is FrameType.IDLE:
+            if link in self.unused_links():  # else the peer asks again later
+                link.rest()
+            return
         entry = self._sending.get(header.ticket_id)
         rank = link.peer.rank
         if entry is None or entry.peer(rank) != (link.peer.worker_id, link.peer.epoch, rank):

@@ -72,6 +72,7 @@ class InLink:
     moved_bytes: int = 0
     is_taking: bool = False
     is_resting: bool = False  # the sender closes it until it needs it again
+    used_s: float = 0.0  # when a ticket last used it, on the owner's clock
     watch: LinkWatch = field(init=False)
     _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
     _pending_digests: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)
@@ -89,6 +90,11 @@ class InLink:
 
     def fail(self, ticket_id: str, cause: HandoffCause, message: str) -> None:
         self.reply(FrameType.FAIL, ticket_id, body=failure_body(cause, message))
+
+    def rest(self) -> None:
+        """Asks the sender to close the link until it needs it again; it does so if no ticket needs it there. One of an
+        earlier release does nothing."""
+        self.stream.send(Header(FrameType.IDLE))
 
     def close(self) -> None:
         """Ends `run` after the current write. If that write hangs, the agent exits."""

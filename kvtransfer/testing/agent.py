@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from kvtransfer.agent import handoff_sender
+from kvtransfer.agent import agent
 from kvtransfer.agent.agent import main
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.connection.handshake import Hello, LocalRank, Welcome
@@ -360,7 +360,7 @@ def run() -> None:
         time.time = stepping_wall_clock(time.time)
 
     if options.warm_links is not None:
-        handoff_sender.WARM_LINKS, handoff_sender.REST_AFTER_S = options.warm_links, 0.0
+        agent.WARM_LINKS, agent.REST_AFTER_S = options.warm_links, 0.0
 
     def note(point: str, fault: OperationFault) -> None:
         with faults_of(options.socket).open("a") as file:
