@@ -39,6 +39,15 @@ def test_the_exposed_share_of_devices_is_measured_between_whole_workers(figures:
     assert (tmp_path / "model" / "config.json").exists()  # the next figure finds it there
 
 
+@pytest.mark.slow
+def test_an_agent_with_many_peers_stays_within_its_memory_and_threads(figures: Figures) -> None:
+    """With fewer peers than the figures say: more than links stay open, of which memory and threads would show."""
+    lines = figures("benchmarks.handoff", "--figure", "agent_200_peers")
+    assert lines.keys() == PEERS
+    assert 5 < lines["handoff.agent_200_peers_rss_mb"]["value"] <= 160
+    assert 1 < lines["handoff.agent_200_peers_threads"]["value"] <= 24
+
+
 @pytest.mark.soak_only  # as long as thirty other tests
 def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit(figures: Figures) -> None:
     lines = figures("benchmarks.handoff")
