@@ -64,10 +64,10 @@ async def kills(backend: str, kinds: dict[str, str], times: int, folder: Path) -
                 await asyncio.sleep(2.0)
                 entries += chaos.history.entries[first:]
             failed = sum(bool(each.ends) and each.ends != ["right"] for each in entries)
-            wrong = sum("wrong" in each.ends for each in entries)
+            wrong = sum(each.is_wrong for each in entries)
             pause_s = max(each.pause_s for each in entries)
             for figure, value, unit in (
-                ("sent_again", sum(each.tries > 1 for each in entries), "requests"),
+                ("sent_again", sum(len(each.tries) > 1 for each in entries), "requests"),
                 ("failed", failed, "requests"),
                 ("wrong", wrong, "requests"),
                 ("pause_s", round(pause_s, 2), "s"),

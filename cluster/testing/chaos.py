@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import httpx
 import openai
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch
 from tandem.errors import TandemError
+from tandem.request import RequestState
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 RETRIES = 2  # by the client, as OpenAI's does by default
@@ -32,12 +35,24 @@ Fault = Callable[[], Awaitable[str]]
 
 
 @dataclass(slots=True)
+class Try:
+    """What one router did with a request, as its client saw it."""
+
+    router: str
+    began_s: float = field(default_factory=time.time)  # as processes' start times
+    was_heard: bool = True  # unless it could not be connected to
+    was_answered: bool = False
+    text: str = ""
+    finished: bool = False
+
+
+@dataclass(slots=True)
 class Entry:
     """One request: what a right answer is, and each end that its client saw."""
 
     expected: str
     ends: list[str] = field(default_factory=list)  # "right", "wrong" or the error
-    tries: int = 0
+    tries: list[Try] = field(default_factory=list)
     pause_s: float = 0.0  # the longest without a token, from the first try to the end
     heard_s: float = field(default_factory=time.monotonic)
 
@@ -45,11 +60,17 @@ class Entry:
         now_s = time.monotonic()
         self.pause_s, self.heard_s = max(self.pause_s, now_s - self.heard_s), now_s
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether any try, also one that was cut, brought text that is not of the right answer."""
+        return "wrong" in self.ends or not all(self.expected.startswith(each.text) for each in self.tries)
+
 
 @dataclass(slots=True)
 class History:
     entries: list[Entry] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
+    miscounted: list[str] = field(default_factory=list)  # routers whose own counts of ends differ from this history
 
     @property
     def success(self) -> float:
@@ -57,11 +78,15 @@ class History:
 
     @property
     def wrong(self) -> int:
-        return sum("wrong" in entry.ends for entry in self.entries)
+        return sum(entry.is_wrong for entry in self.entries)
 
     @property
     def retried(self) -> int:
-        return sum(entry.tries > 1 for entry in self.entries)
+        return sum(len(entry.tries) > 1 for entry in self.entries)
+
+    def tries(self, router: str, since_s: float) -> list[Try]:
+        found = (each for entry in self.entries for each in entry.tries)
+        return [each for each in found if each.router == router and each.began_s >= since_s]
 
     def failures(self) -> list[str]:
         return [str(entry.ends) for entry in self.entries if entry.ends != ["right"]]
@@ -89,6 +114,7 @@ class Chaos:
         self._prompts = prompts
         self._random = random.Random(seed)
         self._expected: list[str] = []
+        self._first: list[Entry] = []  # those that the right answers come from
         self._stopped = False
         self._traffic: list[asyncio.Task[None]] = []
         self._faults: dict[str, Fault] = {
@@ -123,7 +149,9 @@ class Chaos:
         return self.history
 
     async def begin(self, streams: int) -> None:
-        self._expected = [await self._ask(self._clients[0], each, Entry("")) for each in range(len(self._prompts))]
+        asked = [Entry("") for _ in self._prompts]
+        self._expected = [await self._ask(self._clients[0], each, entry) for each, entry in enumerate(asked)]
+        self._first = asked
         self._traffic = [asyncio.create_task(self._ask_on(number)) for number in range(streams)]
 
     async def injure(self, kind: str) -> bool:
@@ -138,6 +166,7 @@ class Chaos:
         self._stopped = True
         await asyncio.gather(*self._traffic)
         await self.healed(at_rest=True)
+        self.history.miscounted = await self._miscounted()
         for client in self._clients:
             await client.close()
 
@@ -156,31 +185,38 @@ class Chaos:
 
     async def _end_of(self, entry: Entry, number: int, turn: int) -> str:
         while True:
-            entry.tries += 1
-            client = self._clients[(turn + entry.tries) % len(self._clients)]
+            client = self._clients[(turn + len(entry.tries) + 1) % len(self._clients)]
             try:
                 return "right" if await self._ask(client, number, entry) == entry.expected else "wrong"
             except openai.APIError as error:  # refused, cut, or ended with an error event
-                if entry.tries > RETRIES:
+                if len(entry.tries) > RETRIES:
                     return repr(error)
-            await asyncio.sleep(RETRY_S * 2 ** (entry.tries - 1))
+            await asyncio.sleep(RETRY_S * 2 ** (len(entry.tries) - 1))
 
     async def _ask(self, client: openai.AsyncOpenAI, number: int, entry: Entry) -> str:
         body: dict[str, Any] = {"prompt": self._prompts[number], "max_tokens": TOKENS, "temperature": number % 2}
-        stream = await client.completions.create(
-            model=self._model, stream=True, seed=7, extra_body={"ignore_eos": True}, **body
-        )
-        text, finished = "", False
+        entry.tries.append(this := Try(client.base_url.netloc.decode()))
+        try:
+            stream = await client.completions.create(
+                model=self._model, stream=True, seed=7, extra_body={"ignore_eos": True}, **body
+            )
+        except openai.APIConnectionError as error:
+            this.was_heard = not isinstance(error.__cause__, httpx.ConnectError)
+            raise
+        except openai.APIStatusError:
+            this.was_answered = True
+            raise
+        this.was_answered = True
         async for chunk in stream:
             entry.hear()
-            if finished and chunk.choices:
+            if this.finished and chunk.choices:
                 return "more after the end"
             for choice in chunk.choices:
-                text += choice.text
-                finished = choice.finish_reason is not None
-        if not finished:
+                this.text += choice.text
+                this.finished = choice.finish_reason is not None
+        if not this.finished:
             raise openai.APIConnectionError(request=stream.response.request)
-        return text
+        return this.text
 
     # ---- the faults
 
@@ -211,6 +247,32 @@ class Chaos:
                 await stub.Scale(cluster_pb2.ScaleRequest(model=self._model, decode=target))
         return f"decode {size} to {size + 1} and back"
 
+    async def _miscounted(self) -> list[str]:
+        """The routers that did not count one end for each try since they started, or not one finished answer for each
+        whole one. What an earlier process of a router had counted is lost with it."""
+        found = []
+        for router, started_s in self._started_s().items():
+            async with httpx.AsyncClient(timeout=ANSWER_S) as client:
+                counted = _ends((await client.get(f"http://{router}/metrics")).text)
+            tries = History(self._first + self.history.entries).tries(router, started_s)
+            heard, answered = sum(each.was_heard for each in tries), sum(each.was_answered for each in tries)
+            finished = sum(each.finished for each in tries)
+            if not answered <= counted.total() <= heard or counted[RequestState.FINISHED] != finished:
+                found.append(
+                    f"{router}: {dict(counted)}, but {answered} to {heard} were asked, {finished} got an answer"
+                )
+        return found
+
+    def _started_s(self) -> dict[str, float]:
+        """When the process that listens at each router's address started."""
+        listening = {}
+        for process in psutil.Process(self._keeper).children(recursive=True):
+            if "-m router" in " ".join(process.cmdline()):
+                for each in process.net_connections(kind="inet"):
+                    if each.status == psutil.CONN_LISTEN:
+                        listening[f"{each.laddr.ip}:{each.laddr.port}"] = process.create_time()
+        return {router: listening[router] for router in (each.base_url.netloc.decode() for each in self._clients)}
+
     async def healed(self, *, at_rest: bool) -> None:
         """Returns when every worker and router is ready. `at_rest`: and has no requests, with every block accounted
         for."""
@@ -225,6 +287,16 @@ class Chaos:
                 if set(states) == {"ready"} and rests:
                     return
                 await asyncio.sleep(0.2)
+
+
+def _ends(metrics: str) -> Counter[str]:
+    """How many requests a router counted in each end state."""
+    ends = Counter[str]()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "tandem_requests_total":
+                ends[sample.labels["state"]] += int(sample.value)
+    return ends
 
 
 def _rests(blocks: worker_pb2.BlockCounts) -> bool:

@@ -37,6 +37,7 @@ async def test_through_random_faults_every_request_ends_once_and_rightly(
     history = await chaos.run(FOR_S, EVERY_S, streams=4)
     print(len(history.entries), history.retried, history.faults, history.failures())
     assert history.wrong == 0
+    assert history.miscounted == []
     assert history.success >= 0.999, history.failures()
     cluster.note_descendants()
     cluster.assert_conserved()
