@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.backends import embedded_redis
 from cluster.cli import state_file
 from cluster.cli.console import console
-from cluster.cli.machine_limits import check_disks, check_open_files
+from cluster.cli.machine_limits import check_disks, check_open_files, check_shared_memory
 from cluster.cli.run_dirs import run_base
 from cluster.cli.state_file import ClusterState
 from cluster.devices import GpuReport, device_name
@@ -110,7 +110,7 @@ def _shared_memory(spec: ClusterSpec) -> str:
         raise ConfigError(
             f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile"
         ) from None
-    return "sealed memory files work"
+    return f"sealed memory files work, {check_shared_memory(spec)}"
 
 
 def _run_folder(spec: ClusterSpec) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.backends.ray_env import prepare_local_ray
 from cluster.cli import state_file
-from cluster.cli.machine_limits import check_disks, check_open_files
+from cluster.cli.machine_limits import check_disks, check_open_files, check_shared_memory
 from cluster.cli.run_dirs import lasting_base, ray_base, run_base
 from cluster.control.launch import (
     BEAT,
@@ -34,6 +34,7 @@ from cluster.keeper.remote import KeeperServer
 from cluster.keeper.supervisor import python
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, resolve, with_free_ports
+from router.edge.limits.http import raise_file_limit
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError, UnavailableError
 
@@ -200,6 +201,8 @@ async def running_cluster(
     state_file.refuse_second(spec.name)
     check_open_files(spec)
     check_disks()
+    check_shared_memory(spec)
+    raise_file_limit()  # here, because every process of the cluster inherits it
     with state_file.written(state_file.starting(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
         async with _running(cluster, progress, source or SpecSource(spec, {})) as running:

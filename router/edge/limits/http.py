@@ -25,12 +25,17 @@ _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n" + _CLOSE
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
-def connections_for(wanted: int) -> int:
-    """Raises this process's limit of open files to its maximum. Returns how many of the `wanted` connections it allows
-    on each of two ports."""
+def raise_file_limit() -> int:
+    """Raises the limit of open files of this process, and of those that it starts, to its maximum. Returns that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def connections_for(wanted: int) -> int:
+    """Raises the limit of open files. Returns how many of the `wanted` connections it allows on each of two ports."""
+    hard = raise_file_limit()
     return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, (hard - SPARE_FILES) // 2))
 
 

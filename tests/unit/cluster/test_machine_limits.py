@@ -1,4 +1,4 @@
-"""A machine without open files or disk left: refused at the start, by name, and found by the doctor."""
+"""A machine without open files, disk or shared memory left: refused at the start, by name, and found by the doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.machine_limits import LEAST_FILES, check_disks, check_open_files
+from cluster.cli.machine_limits import LEAST_FILES, check_disks, check_open_files, check_shared_memory
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
@@ -76,3 +76,55 @@ def test_a_start_with_64_open_files_ends_at_once_and_names_them(tmp_path: Path) 
     )
     assert done.returncode == 2, done.stderr
     assert "open files: expected a limit of at least 512 for each process, got 64" in done.stderr
+
+
+GPUS = {"engine": {"device": "cuda"}, "prefill": {"tp": 2}, "decode": {"workers": 2, "tp": 1}}
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks"), [("auto", 2), ("nccl", 4)], ids=["ranks of one worker", "workers, too"]
+)
+@pytest.mark.acceptance(24, here="/dev/shm, at the start")
+def test_too_little_shared_memory_for_collectives_is_refused_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int
+) -> None:
+    spec = ClusterSpec.model_validate({"models": [GPUS], "transfer": {"transport": transport}})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, (64 * ranks - 1) << 20))
+    with pytest.raises(
+        ConfigError, match=rf"/dev/shm: .* {64 * ranks} MiB .* {ranks} ranks .* got {64 * ranks - 1}: .*shm-size"
+    ):
+        check_shared_memory(spec)
+    assert "MiB free in /dev/shm" in check_shared_memory(ClusterSpec())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, (64 * ranks) << 20))
+    assert check_shared_memory(spec) == f"{64 * ranks} MiB free in /dev/shm"
+
+
+def test_what_a_start_forks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    """The soft limit is 64 of a shell, as a service manager or `ulimit -Sn` sets it."""
+    script = """
+import asyncio, resource, subprocess, sys
+from cluster.cli.commands import running
+from tandem.config.spec import ClusterSpec
+
+def resolve(*_: object) -> None:
+    subprocess.run(["sh", "-c", "ulimit -Sn; ulimit -Hn"], check=True)
+    raise SystemExit(3)
+
+running.resolve = resolve
+async def start() -> None:
+    async with running.running_cluster(ClusterSpec(), print):
+        pass
+
+asyncio.run(start())
+"""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "up", sys.executable, "-c", script],
+        env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    soft, hard = done.stdout.split()
+    assert soft == hard, done
+    assert hard == str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
