@@ -27,6 +27,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 RETRIES = 2  # by the client, as OpenAI's does by default
 RETRY_S = 1.0
 FROZEN_S = 8.0
+CUT_WITHIN_S = 0.2  # about as long as an answer takes
 ANSWER_S = 120.0
 SETTLED_S = 120.0
 TOKENS = 48
@@ -69,6 +70,7 @@ class Entry:
 @dataclass(slots=True)
 class History:
     entries: list[Entry] = field(default_factory=list)
+    cancelled: list[Entry] = field(default_factory=list)  # by their clients
     faults: Counter[str] = field(default_factory=Counter)
     miscounted: list[str] = field(default_factory=list)  # routers whose own counts of ends differ from this history
 
@@ -78,7 +80,7 @@ class History:
 
     @property
     def wrong(self) -> int:
-        return sum(entry.is_wrong for entry in self.entries)
+        return sum(entry.is_wrong for entry in self.entries + self.cancelled)
 
     @property
     def retried(self) -> int:
@@ -114,7 +116,7 @@ class Chaos:
         self._prompts = prompts
         self._random = random.Random(seed)
         self._expected: list[str] = []
-        self._first: list[Entry] = []  # those that the right answers come from
+        self._others: list[Entry] = []  # that were asked for the right answers, or ended before they were cancelled
         self._stopped = False
         self._traffic: list[asyncio.Task[None]] = []
         self._faults: dict[str, Fault] = {
@@ -149,10 +151,30 @@ class Chaos:
         return self.history
 
     async def begin(self, streams: int) -> None:
-        asked = [Entry("") for _ in self._prompts]
-        self._expected = [await self._ask(self._clients[0], each, entry) for each, entry in enumerate(asked)]
-        self._first = asked
+        self._others = [Entry("") for _ in self._prompts]
+        self._expected = [await self._ask(self._clients[0], each, entry) for each, entry in enumerate(self._others)]
         self._traffic = [asyncio.create_task(self._ask_on(number)) for number in range(streams)]
+
+    async def cancel(self, count: int, at_once: int) -> None:
+        """Asks until `count` requests were cut by their clients, at any moment between their start and their end."""
+
+        async def cancel_on() -> None:
+            while len(self.history.cancelled) < count:
+                number = self._random.randrange(len(self._prompts))
+                entry = Entry(self._expected[number])
+                try:
+                    async with asyncio.timeout(self._random.uniform(0.0, CUT_WITHIN_S)):
+                        await self._ask(self._random.choice(self._clients), number, entry)
+                except TimeoutError:
+                    self.history.cancelled.append(entry)
+                    continue
+                except openai.APIError:  # refused, or cut by a fault
+                    await asyncio.sleep(CUT_WITHIN_S)
+                self._others.append(entry)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(cancel_on())
 
     async def injure(self, kind: str) -> bool:
         """False: there is nothing to injure at this moment, because the last fault is not healed."""
@@ -207,13 +229,14 @@ class Chaos:
             this.was_answered = True
             raise
         this.was_answered = True
-        async for chunk in stream:
-            entry.hear()
-            if this.finished and chunk.choices:
-                return "more after the end"
-            for choice in chunk.choices:
-                this.text += choice.text
-                this.finished = choice.finish_reason is not None
+        async with stream:
+            async for chunk in stream:
+                entry.hear()
+                if this.finished and chunk.choices:
+                    return "more after the end"
+                for choice in chunk.choices:
+                    this.text += choice.text
+                    this.finished = choice.finish_reason is not None
         if not this.finished:
             raise openai.APIConnectionError(request=stream.response.request)
         return this.text
@@ -254,10 +277,12 @@ class Chaos:
         for router, started_s in self._started_s().items():
             async with httpx.AsyncClient(timeout=ANSWER_S) as client:
                 counted = _ends((await client.get(f"http://{router}/metrics")).text)
-            tries = History(self._first + self.history.entries).tries(router, started_s)
+            cut = History(self.history.cancelled).tries(router, started_s)
+            tries = History(self._others + self.history.entries).tries(router, started_s) + cut
             heard, answered = sum(each.was_heard for each in tries), sum(each.was_answered for each in tries)
             finished = sum(each.finished for each in tries)
-            if not answered <= counted.total() <= heard or counted[RequestState.FINISHED] != finished:
+            more = counted[RequestState.FINISHED] - finished  # answers that were whole before their clients cut them
+            if not (answered <= counted.total() <= heard and 0 <= more <= sum(not each.finished for each in cut)):
                 found.append(
                     f"{router}: {dict(counted)}, but {answered} to {heard} were asked, {finished} got an answer"
                 )
