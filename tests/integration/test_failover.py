@@ -33,7 +33,10 @@ STREAMS = 32
 ENGINE = EngineSpec(kv_blocks=800, max_step_tokens=100)  # small steps, so that prompts go in several chunks
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
-ROUNDS = 20 if os.environ.get("TANDEM_SOAK") else 1
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+ROUNDS = 20 if SOAK else 1
+GAP_S = 3.0
+OUT_WITHIN_S = 6.0 if SOAK else 30.0  # 5.2 s measured: the stall of 5 s, and the look that finds it
 
 
 @dataclass
@@ -167,11 +170,12 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
             with capsys.disabled():
                 figures = {"streams": len(gaps), "p50_s": gaps[len(gaps) // 2], "p99_s": p99_s, "longest_s": gaps[-1]}
                 print(json.dumps({"figure": f"failover.{role.value}_gap"} | figures))
+            assert p99_s <= GAP_S
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
 @pytest.mark.slow
-@pytest.mark.acceptance(3, here="a decode worker", soak="both roles")
+@pytest.mark.acceptance(3, here="a decode worker, out after 5.2 s", soak="both roles, within 6 s")
 async def test_a_frozen_engine_is_out_and_back_after_a_canary(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, role: Role
 ) -> None:
@@ -199,6 +203,7 @@ async def test_a_frozen_engine_is_out_and_back_after_a_canary(
         finally:
             process.ranks[0].send_signal(signal.SIGCONT)
         print(json.dumps({"figure": f"failover.frozen_{role.value}_out_s", "value": out_s}))
+        assert out_s <= OUT_WITHIN_S
         for stream, ask in pairs:
             stream.assert_is(ask)
         await until(lambda: victim in workers_of(live, role))

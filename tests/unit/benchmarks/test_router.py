@@ -50,6 +50,7 @@ def test_one_decision_is_measured(figures: Figures) -> None:
 
 
 @pytest.mark.soak_only  # as are the next three: the same site as above, and none looks at the product but by its speed
+@pytest.mark.acceptance(18, soak="stand-ins, 4 s: more than half of the peak")
 def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "overload")
     assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD

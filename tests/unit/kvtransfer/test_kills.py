@@ -90,7 +90,7 @@ async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, s
             await asyncio.sleep(choose.uniform(0.0, 0.02))
             affected = [entry for member in members for entry in open_with(member, cluster.members[victim])]
             cluster.kill_agent(victim)
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(soak(2, int(WITHIN_S))):
                 while not all(entry.is_over for entry in affected):
                     await asyncio.sleep(0.005)
             if victim == "prefill-0":

@@ -150,8 +150,9 @@ class TestReadiness:
     @pytest.mark.acceptance(26, here="stand-ins, 0.8 s instead of 5")
     async def test_a_cluster_that_cannot_generate_is_not_ready_until_it_can(self, bare: Cluster) -> None:
         bare.decode.behaviour.fail_canaries = True
-        await bare.controller.set_workers(bare.decode)
-        await until(lambda: bare.metric('tandem_canaries_total{purpose="readiness",result="failed"}') >= 1)
+        async with asyncio.timeout(10.0):
+            await bare.controller.set_workers(bare.decode)
+            await until(lambda: bare.metric('tandem_canaries_total{purpose="readiness",result="failed"}') >= 1)
         assert bare.app.dispatcher.fleet.count_ready(Role.DECODE) == 1
         assert (await bare.http.get("/ready")).status_code == 503
         bare.decode.behaviour.fail_canaries = False
