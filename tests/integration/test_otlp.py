@@ -90,7 +90,10 @@ async def told(app: RouterApp) -> dict[tuple[str, str, str], float]:
             if "worker" in sample.labels
         }
 
-    await until(lambda: samples().get(("tandem_worker_tokens_total", "decode-0", "decode"), 0) >= 14)
+    def tokens(worker: str, kind: str) -> float:
+        return samples().get(("tandem_worker_tokens_total", worker, kind), 0)
+
+    await until(lambda: tokens("decode-0", "decode") >= 14 and tokens("prefill-0", "prefill") >= 2 * PROMPT_TOKENS)
     return samples()
 
 
