@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,9 +94,10 @@ class Backend(Protocol):
         """Groups whose host is about to stop and still runs."""
         ...
 
-    async def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
         """Stops what is left of a group on a draining host. Its handles then refer to new reservations, and the members
-        start there as soon as a host has room."""
+        start there as soon as a host has room. Calls `end`, which ends the epoch there, and waits for nothing after it:
+        the next epoch must not start on that host."""
         ...
 
     async def close(self) -> None:

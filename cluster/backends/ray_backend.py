@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -416,8 +416,9 @@ class RayBackend:
         affected = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
         return frozenset(name for name, each in list(self._reservations.items()) if each.placement.id.hex() in affected)
 
-    async def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
         await self._lease.check()
+        end()
         reservation = self._reservations[group]
         reservation.release()
         reservation.placement = self._reserve(group, reservation.resources)

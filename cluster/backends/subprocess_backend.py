@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from cluster.backends.protocol import MemberHandle, Resources
 from cluster.devices import CPU, DeviceBook
@@ -88,7 +88,7 @@ class SubprocessBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()  # if this host stops, the controller stops with it
 
-    async def reschedule(self, group: str) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
         """Never called: no host drains."""
 
     async def close(self) -> None:

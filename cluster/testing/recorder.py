@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +64,8 @@ class RecordingBackend:
     async def draining(self) -> frozenset[str]:
         return await self.inner.draining()
 
-    async def reschedule(self, group: str) -> None:
-        await self.inner.reschedule(group)
+    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
+        await self.inner.reschedule(group, end)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -76,7 +76,7 @@ SCRIPT = textwrap.dedent(
             lambda: backend.place("worker-4", [Resources(cpus=0.1)]),
             lambda: backend.place_local("router-0"),
             lambda: backend.release("worker-0"),
-            lambda: backend.reschedule("worker-0"),
+            lambda: backend.reschedule("worker-0", lambda: None),
             lambda: backend.release_others((), ()),
         ]
         for call in calls:

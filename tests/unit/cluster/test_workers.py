@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class FakeBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()
 
-    async def reschedule(self, group: str) -> None: ...
+    async def reschedule(self, group: str, end: Callable[[], None]) -> None: ...
 
     async def close(self) -> None: ...
 
