@@ -1,7 +1,6 @@
 """Protocol versions of the KV plane.
 
-A release supports its own version and the one before, so that a cluster can be upgraded worker by worker. A pair of
-workers uses the newest version that both support.
+A pair of workers uses the newest version that both support (`tandem.rpc.versions`).
 
     1  the digest of a piece covers its bytes
     2  links may carry int8; the digest covers the header too, so that wrong blocks, layers or tickets are detected;
@@ -13,10 +12,6 @@ Fields added later default to the previous behaviour: digests are xxh3, pools ar
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from tandem.errors import IncompatiblePools
-
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
 _ADDRESS_IN_DIGEST = 2
@@ -26,27 +21,6 @@ _STRIPED_GROUPS = 2
 _INT8 = 2
 _LARGE_PIECES = 2
 _MAPPED_DIGESTS_FOLLOW = 2
-
-
-class ProtocolRange(Protocol):
-    """The versions one side supports, both ends included."""
-
-    @property
-    def protocol(self) -> int: ...
-    @property
-    def oldest_protocol(self) -> int: ...
-
-
-def common_version(a: ProtocolRange, b: ProtocolRange) -> int:
-    """Raises IncompatiblePools if no version is supported by both."""
-    newest = min(a.protocol, b.protocol)
-    if newest < max(a.oldest_protocol, b.oldest_protocol):
-        raise IncompatiblePools(
-            f"protocol: one side supports versions {a.oldest_protocol} to {a.protocol}, the other {b.oldest_protocol} "
-            f"to {b.protocol}; upgrade the older workers first",
-            field="protocol",
-        )
-    return newest
 
 
 def binds_address(version: int) -> bool:

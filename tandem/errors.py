@@ -27,6 +27,7 @@
     │   ├── CheckpointError
     │   ├── PortInUse
     │   ├── IncompatiblePools
+    │   ├── IncompatibleVersions
     │   └── InsufficientMemory
     ├── RequestQuarantined    it may be what made two workers die; not tried on a third
     └── InternalError         a bug in Tandem
@@ -71,6 +72,7 @@ class ErrorCode(StrEnum):
     CHECKPOINT = "checkpoint"
     PORT_IN_USE = "port_in_use"
     INCOMPATIBLE_POOLS = "incompatible_pools"
+    INCOMPATIBLE_VERSIONS = "incompatible_versions"
     INSUFFICIENT_MEMORY = "insufficient_memory"
     INTERNAL = "internal"
     REQUEST_FAILED = "request_failed"
@@ -114,6 +116,7 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.CHECKPOINT: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.PORT_IN_USE: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.INCOMPATIBLE_POOLS: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.INCOMPATIBLE_VERSIONS: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.INSUFFICIENT_MEMORY: Wire("FAILED_PRECONDITION", 500, "server_error"),
     ErrorCode.INTERNAL: Wire("INTERNAL", 500, "server_error"),
     ErrorCode.REQUEST_FAILED: Wire("INTERNAL", 500, "server_error"),
@@ -251,6 +254,10 @@ class PortInUse(ConfigError):
 
 class IncompatiblePools(ConfigError):
     code = ErrorCode.INCOMPATIBLE_POOLS
+
+
+class IncompatibleVersions(ConfigError):
+    code = ErrorCode.INCOMPATIBLE_VERSIONS
 
 
 class InsufficientMemory(ConfigError):

@@ -15,6 +15,7 @@ from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,14 @@ class Registration:
                     self._changed.clear()  # a change from here on needs another registration
                     # With TLS a retry opens a new channel: an open one keeps its certificate after a renewal.
                     wait_for_ready = self._tls is None
-                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=wait_for_ready)
+                    request = cluster_pb2.RegisterRequest(
+                        worker=self._info,
+                        protocol=CONTROL_VERSIONS.protocol,
+                        oldest_protocol=CONTROL_VERSIONS.oldest_protocol,
+                    )
+                    answer = await stub.Register(request, wait_for_ready=wait_for_ready)
+                    names = (self._launch.worker_id, "the controller")
+                    common_version(CONTROL_VERSIONS, stated_versions(answer, CONTROL_BEFORE_RANGES), names)
                     await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
                 if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
@@ -72,7 +80,12 @@ class Registration:
 
     async def _follow(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> None:
         """Passes on the directory until the controller is lost or this worker must register again."""
-        request = cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id, takes_changes=True)
+        request = cluster_pb2.WatchDirectoryRequest(
+            watcher=self._launch.worker_id,
+            takes_changes=True,
+            protocol=CONTROL_VERSIONS.protocol,
+            oldest_protocol=CONTROL_VERSIONS.oldest_protocol,
+        )
         watching = stub.WatchDirectory(request)
         known: cluster_pb2.Directory | None = None
         ending = asyncio.create_task(self._changed.wait())

@@ -29,6 +29,7 @@ from tandem.rpc.grpc_errors import abort
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import common_version, stated_versions
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.event_publisher import EventPublisher
@@ -50,7 +51,7 @@ from worker.messages import (
 )
 from worker.rank_ends import RankEnds
 from worker.registration import Registration
-from worker.wire import PROTOCOL_VERSION
+from worker.wire import BEFORE_RANGES, VERSIONS
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class WorkerService:
     ) -> AsyncIterator[bytes]:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                router_id = await self._read_hello(frames)
+                router_id, protocol = await self._read_hello(frames)
         except TimeoutError:
             await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s, got none"))
         except DecodeError as error:
@@ -186,7 +187,11 @@ class WorkerService:
         session, queue = self._leader.open_session(router_id)
         reading = asyncio.create_task(self._read(session, frames, queue))
         hello = worker_pb2.WorkerHello(
-            worker_id=self._launch.worker_id, epoch=self._launch.epoch, protocol=PROTOCOL_VERSION, takes_more=True
+            worker_id=self._launch.worker_id,
+            epoch=self._launch.epoch,
+            protocol=protocol,
+            oldest_protocol=VERSIONS.oldest_protocol,
+            takes_more=True,
         )
         try:
             yield worker_pb2.WorkerFrame(hello=hello).SerializeToString()
@@ -198,18 +203,16 @@ class WorkerService:
             reading.cancel()
             self._leader.close_session(session)
 
-    async def _read_hello(self, frames: AsyncIterator[bytes]) -> str:
+    async def _read_hello(self, frames: AsyncIterator[bytes]) -> tuple[str, int]:
+        """The router, and the protocol version of its session."""
         async for raw in frames:
             frame = worker_pb2.RouterFrame.FromString(raw)
             kind = frame.WhichOneof("frame")
             if kind != "hello" or not frame.hello.router_id:
                 raise InputError(f"frame: expected a hello with a router_id first, got {kind or 'none'}", field="frame")
-            if frame.hello.protocol != PROTOCOL_VERSION:
-                raise InputError(
-                    f"protocol: expected {PROTOCOL_VERSION}, got {frame.hello.protocol}: update the older side",
-                    field="protocol",
-                )
-            return frame.hello.router_id
+            router_id = frame.hello.router_id
+            names = (self._launch.worker_id, f"router {router_id}")
+            return router_id, common_version(VERSIONS, stated_versions(frame.hello, BEFORE_RANGES), names)
         raise InputError("frame: expected a hello, got the end of the stream", field="frame")
 
     async def _read(self, session: int, frames: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
@@ -270,6 +273,7 @@ async def serve(launch: WorkerLaunch) -> int:
     port = add_port(server, f"{launch.bind_host}:0", tls)
     await server.start()
     info.address = f"{launch.bind_host}:{port}"
+    info.protocol, info.oldest_protocol = VERSIONS.protocol, VERSIONS.oldest_protocol
     info.processes.add(name="service", pid=os.getpid())
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:

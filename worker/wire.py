@@ -9,9 +9,12 @@ from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogp
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
+from tandem.rpc.versions import Versions
 from tandem.v1 import inference_pb2, worker_pb2
 
 PROTOCOL_VERSION = 3  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume
+VERSIONS = Versions(PROTOCOL_VERSION, oldest_protocol=3)
+BEFORE_RANGES = 3  # of workers whose registration names no version
 
 FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,

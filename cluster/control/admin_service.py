@@ -18,6 +18,7 @@ from router.edge.limits.grpc import GuardedServer
 from tandem.errors import TandemError
 from tandem.rpc.grpc_errors import abort
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 
 READERS = frozenset({Identity.ADMIN, Identity.CONTROLLER, Identity.ROUTER})
@@ -71,15 +72,22 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
 
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Context) -> cluster_pb2.RegisterResponse:
         try:
-            self._workers.register(request.worker)
+            self._workers.register(request.worker, stated_versions(request, CONTROL_BEFORE_RANGES))
         except TandemError as error:
             await abort(context, error)
-        return cluster_pb2.RegisterResponse()
+        ours = CONTROL_VERSIONS
+        return cluster_pb2.RegisterResponse(protocol=ours.protocol, oldest_protocol=ours.oldest_protocol)
 
     async def WatchDirectory(
         self, request: cluster_pb2.WatchDirectoryRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.Directory]:
+        ours, theirs = CONTROL_VERSIONS, stated_versions(request, CONTROL_BEFORE_RANGES)
+        try:
+            common_version(ours, theirs, ("the controller", request.watcher))
+        except TandemError as error:
+            await abort(context, error)
         async for directory in self._workers.directory.follow(takes_changes=request.takes_changes):
+            directory.protocol, directory.oldest_protocol = ours.protocol, ours.oldest_protocol
             yield directory
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:

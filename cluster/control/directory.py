@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 from kvtransfer.session.reshard import check_compatible, reshard_plan
-from tandem.errors import IncompatiblePools
+from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.directory import directory_changes
 from tandem.v1 import cluster_pb2
 
@@ -50,7 +50,7 @@ class Directory:
             self._bump()
 
     def put(self, worker: cluster_pb2.WorkerInfo) -> None:
-        """Raises IncompatiblePools if the worker cannot exchange KV with another worker of its model."""
+        """Raises IncompatiblePools or IncompatibleVersions if it cannot exchange KV with its model's other workers."""
         for other in self._workers.values():
             if other.model == worker.model and other.worker_id != worker.worker_id:
                 _check_pair(worker, other)
@@ -113,5 +113,5 @@ def _check_pair(a: cluster_pb2.WorkerInfo, b: cluster_pb2.WorkerInfo) -> None:
         if a.role != b.role:
             prefill, decode = (a, b) if a.role == cluster_pb2.ROLE_PREFILL else (b, a)
             reshard_plan(prefill.layout.tp, decode.layout.tp, a.layout.kv_heads)
-    except IncompatiblePools as error:
-        raise IncompatiblePools(f"{a.worker_id} and {b.worker_id} of {a.model}: {error.message}") from None
+    except (IncompatiblePools, IncompatibleVersions) as error:
+        raise type(error)(f"{a.worker_id} and {b.worker_id} of {a.model}: {error.message}") from None

@@ -22,6 +22,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import CONTROL_VERSIONS, Versions, common_version
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -193,15 +194,16 @@ class Workers:
         self.on_change()
         self.announce(f"{worker_id} left the cluster")
 
-    def register(self, info: cluster_pb2.WorkerInfo) -> None:
+    def register(self, info: cluster_pb2.WorkerInfo, versions: Versions = CONTROL_VERSIONS) -> None:
         """Makes a started worker ready. Raises TandemError if the epoch is not the one the controller started, or the
-        worker is incompatible with the others."""
+        worker is incompatible with the others or with this controller. `versions`: of the control protocol."""
         slot = self.slots.get(info.worker_id)
         if slot is None or not slot.accepts(info.epoch):
             raise ConfigError(
                 f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
             )
         try:
+            common_version(CONTROL_VERSIONS, versions, ("the controller", info.worker_id))
             self.directory.put(self._listed(slot, info))
         except TandemError as error:
             slot.refuse(error.message)

@@ -19,10 +19,10 @@ from kvtransfer.pool.pool import Bytes, PoolMap
 from kvtransfer.pool.pools import Pool
 from kvtransfer.pool.staging import Staging
 from kvtransfer.session.reshard import PlannedLink, check_compatible, reshard_plan
-from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.rpc.tls import RenewedTls, TlsContexts
+from tandem.rpc.versions import common_version
 
 MAX_TP = 4096
 MAPPED = "mapped"
@@ -138,11 +138,11 @@ def pool_layout(wire: WireLayout) -> KvPoolLayout:
 
 
 def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
-    """Raises IncompatiblePools if both have no protocol version in common."""
+    """Raises IncompatibleVersions if both have no protocol version in common."""
     attach = local.attach
     hashes_on_device = transport in (MAPPED, NCCL, NIXL) and bool(local.device)
     return Hello(
-        protocol=common_version(attach, peer),
+        protocol=common_version(attach, peer, (attach.worker_id, peer.worker_id)),
         transport=transport,
         worker_id=attach.worker_id,
         epoch=attach.epoch,

@@ -28,7 +28,7 @@ from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
 from kvtransfer.transports.protocol import KvReceiver
 from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
-from tandem.errors import IncompatiblePools
+from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.channel import encode
 
 log = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ class LinkAcceptor:
                 raise protocol_fault(f"transport: {hello.transport} cannot use this kind of socket")
             receiver = await self._transports.receiver(local, hello, link, thread, digests=digests)
             terms = await receiver.prepare(fds)
-        except (HandoffFault, IncompatiblePools) as error:
+        except (HandoffFault, IncompatiblePools, IncompatibleVersions) as error:
             if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
                 raise  # may succeed next time; only permanent failures are refused
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT

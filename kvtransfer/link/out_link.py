@@ -36,7 +36,7 @@ from kvtransfer.transports.factory import Transports, carries_int8, max_piece_by
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import has_many_probes
 from tandem.clock import SystemClock
-from tandem.errors import IncompatiblePools
+from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.channel import encode
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class OutLink:
                     await self._is_needed.wait()
                     continue
                 reason, final = "the connection ended", False
-            except IncompatiblePools as refused:
+            except (IncompatiblePools, IncompatibleVersions) as refused:
                 reason, final = refused.message, True
             except HandoffFault as fault:
                 reason, final = fault.message, False

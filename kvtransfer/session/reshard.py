@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
+from tandem.rpc.versions import common_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ def check_compatible(a: KvShape, b: KvShape) -> None:
 
     Raises:
         IncompatiblePools: names the field that differs and both values, or the width that does not fit.
+        IncompatibleVersions: they have no protocol version in common.
     """
     for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "head_dim", "block_tokens"):
         mine, theirs = getattr(a, name), getattr(b, name)

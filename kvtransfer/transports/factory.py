@@ -20,7 +20,8 @@ from kvtransfer.transports.nixl import NixlEndpoint, NixlReceiver, NixlSender
 from kvtransfer.transports.protocol import KvReceiver, KvSender
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
 from kvtransfer.transports.threads import AgentThreads, LinkThread
-from kvtransfer.versions import common_version, supports_int8, supports_large_pieces
+from kvtransfer.versions import supports_int8, supports_large_pieces
+from tandem.rpc.versions import common_version
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -94,7 +95,7 @@ def max_piece_bytes(kind: str, version: int) -> int:
 
 
 def carries_int8(kind: str, local: LocalRank, peer: Peer) -> bool:
-    """Whether a link to this peer sends int8. Raises IncompatiblePools if both have no protocol version in common."""
+    """Whether a link to this peer sends int8. Raises IncompatibleVersions if both have no version in common."""
     return local.attach.int8 and kind in (PROCESS_GROUP, TCP) and supports_int8(common_version(local.attach, peer))
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import grpc
 
+from tandem.errors import IncompatibleVersions
 from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub
 
@@ -42,7 +44,13 @@ class DirectoryFollower:
 
     async def _run(self) -> None:
         backoff_s = 0.05
-        request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher, takes_changes=True)
+        request = cluster_pb2.WatchDirectoryRequest(
+            watcher=self._watcher,
+            takes_changes=True,
+            protocol=CONTROL_VERSIONS.protocol,
+            oldest_protocol=CONTROL_VERSIONS.oldest_protocol,
+        )
+        names = (self._watcher, "the controller")
         # With TLS, fail fast: a channel keeps the certificate it was opened with, so a renewed one needs a new channel.
         waits = self._tls is None
         while True:
@@ -52,11 +60,15 @@ class DirectoryFollower:
                     known: cluster_pb2.Directory | None = None
                     async for message in stub.WatchDirectory(request, wait_for_ready=waits):
                         backoff_s = 0.05
+                        common_version(CONTROL_VERSIONS, stated_versions(message, CONTROL_BEFORE_RANGES), names)
                         known = apply_directory(known, message)
                         self._on_directory(known)
                 log.info("the controller closed the directory stream; reconnecting")
             except DirectoryGap as gap:
                 log.info("%s; asking for all of it", gap.message)
+            except IncompatibleVersions as error:
+                log.error("no directory from the controller; keeping the last: %s", error)
+                backoff_s = MAX_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 log.warning("lost the controller; keeping the last directory", extra={"error": error.details()})
             except Exception:  # a bug in applying one directory must not end the task

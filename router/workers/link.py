@@ -19,14 +19,15 @@ from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
-from tandem.errors import WorkerDied, WorkerLost
+from tandem.errors import IncompatibleVersions, WorkerDied, WorkerLost
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
+from tandem.rpc.versions import ProtocolRange, common_version, stated_versions
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
-from worker.wire import PROTOCOL_VERSION
+from worker.wire import BEFORE_RANGES, VERSIONS
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +181,15 @@ class WorkerLink:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
-                if isinstance(error_from_rpc(error), WorkerDied):
+                typed = error_from_rpc(error)
+                if isinstance(typed, IncompatibleVersions):
+                    self._refused(typed)
+                    return
+                if isinstance(typed, WorkerDied):
                     kind = WorkerDied
+            except IncompatibleVersions as error:
+                self._refused(error)
+                return
             except _LinkBroken as error:
                 reason = str(error)
             except TimeoutError:
@@ -195,11 +203,20 @@ class WorkerLink:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
+    def _refused(self, error: IncompatibleVersions) -> None:
+        """For as long as this epoch and this router last."""
+        log.error("no link to %s: %s", self.key.worker_id, error)
+        self._lost(error.message)
+
     async def _session(self, channel: grpc.aio.Channel) -> None:
         call = WorkerStub(channel).Session()
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = worker_pb2.RouterHello(router_id=self._router_id, protocol=PROTOCOL_VERSION)
+                hello = worker_pb2.RouterHello(
+                    router_id=self._router_id,
+                    protocol=self._common_version(self.info),
+                    oldest_protocol=VERSIONS.oldest_protocol,
+                )
                 await call.write(worker_pb2.RouterFrame(hello=hello))
                 first = await call.read()
             if not isinstance(first, worker_pb2.WorkerFrame):
@@ -230,13 +247,16 @@ class WorkerLink:
 
     def _check_hello(self, frame: worker_pb2.WorkerFrame) -> None:
         hello = frame.hello
-        if hello.protocol != PROTOCOL_VERSION:
-            raise _LinkBroken(f"expected protocol {PROTOCOL_VERSION}, got {hello.protocol}")
+        self._common_version(hello)
         if (hello.worker_id, hello.epoch) != (self.key.worker_id, self.key.epoch):
             raise _LinkBroken(
                 f"expected worker {self.key.worker_id} of epoch {self.key.epoch}, "
                 f"got {hello.worker_id} of epoch {hello.epoch}"
             )
+
+    def _common_version(self, worker: ProtocolRange) -> int:
+        names = (f"router {self._router_id}", self.key.worker_id)
+        return common_version(VERSIONS, stated_versions(worker, BEFORE_RANGES), names)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         try:

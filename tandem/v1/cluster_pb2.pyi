@@ -171,6 +171,8 @@ class WorkerInfo(_message.Message):
     MAX_MODEL_TOKENS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -180,6 +182,9 @@ class WorkerInfo(_message.Message):
     total_blocks: _builtins.int
     max_model_tokens: _builtins.int
     drain: Global___Drain.ValueType
+    protocol: _builtins.int
+    """newest and oldest supported version of the Worker service's protocol; 0: version 3"""
+    oldest_protocol: _builtins.int
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -200,10 +205,12 @@ class WorkerInfo(_message.Message):
         max_model_tokens: _builtins.int = ...,
         processes: _abc.Iterable[Global___Process] | None = ...,
         drain: Global___Drain.ValueType = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "processes", b"processes", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "oldest_protocol", b"oldest_protocol", "processes", b"processes", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,16 +244,22 @@ class RegisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
     @_builtins.property
     def worker(self) -> Global___WorkerInfo: ...
     def __init__(
         self,
         *,
         worker: Global___WorkerInfo | None = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,12 +269,19 @@ Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
 class RegisterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
     def __init__(
         self,
+        *,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,18 +293,24 @@ class WatchDirectoryRequest(_message.Message):
 
     WATCHER_FIELD_NUMBER: _builtins.int
     TAKES_CHANGES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     watcher: _builtins.str
     takes_changes: _builtins.bool
     """after the first message, only changes need be sent"""
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
     def __init__(
         self,
         *,
         watcher: _builtins.str = ...,
         takes_changes: _builtins.bool = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["takes_changes", b"takes_changes", "watcher", b"watcher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "takes_changes", b"takes_changes", "watcher", b"watcher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,11 +347,15 @@ class Directory(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     REMOVED_WORKERS_FIELD_NUMBER: _builtins.int
     REMOVED_PLACES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     base_version: _builtins.int
     """0: this is the whole directory. Otherwise it changes that version: `workers` and `places` are those added or changed,
     and the others stay, except for these.
     """
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """ready ones"""
@@ -352,10 +382,12 @@ class Directory(_message.Message):
         base_version: _builtins.int = ...,
         removed_workers: _abc.Iterable[_builtins.str] | None = ...,
         removed_places: _abc.Iterable[_builtins.str] | None = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "base_version", b"base_version", "places", b"places", "removed_places", b"removed_places", "removed_workers", b"removed_workers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "base_version", b"base_version", "oldest_protocol", b"oldest_protocol", "places", b"places", "protocol", b"protocol", "removed_places", b"removed_places", "removed_workers", b"removed_workers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,9 @@ if _version_not_supported:
 
 class ClusterStub(object):
     """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
     """
 
     def __init__(self, channel):
@@ -95,6 +98,9 @@ class ClusterStub(object):
 
 class ClusterServicer(object):
     """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
     """
 
     def Register(self, request, context):
@@ -241,6 +247,9 @@ def add_ClusterServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Cluster(object):
     """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
     """
 
     @staticmethod

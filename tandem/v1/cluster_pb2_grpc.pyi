@@ -28,7 +28,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterStub:
-    """The admin service of the controller: membership, status, shutdown. Loopback by default."""
+    """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -61,7 +65,11 @@ class ClusterStub:
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
-    """The admin service of the controller: membership, status, shutdown. Loopback by default."""
+    """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]  # type: ignore[assignment]
@@ -90,7 +98,11 @@ class ClusterAsyncStub(ClusterStub):
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
-    """The admin service of the controller: membership, status, shutdown. Loopback by default."""
+    """The admin service of the controller: membership, status, shutdown. Loopback by default.
+
+    In Register and WatchDirectory each side states the versions of this protocol that it supports, from `oldest_protocol`
+    to `protocol`; 0: version 1. Refused with FAILED_PRECONDITION if none is common.
+    """
 
     @_abc_1.abstractmethod
     def Register(

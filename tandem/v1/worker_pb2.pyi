@@ -209,21 +209,28 @@ Global___WorkerLife: _TypeAlias = WorkerLife  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):
+    """The router states the newest version that it and the worker support, as far as it knows; the worker decides. Without
+    `oldest_protocol`, `protocol` is the only version that a side supports.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     protocol: _builtins.int
+    oldest_protocol: _builtins.int
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,11 +244,14 @@ class WorkerHello(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TAKES_MORE_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     protocol: _builtins.int
+    """of this session"""
     takes_more: _builtins.bool
     """RouterFrame.more"""
+    oldest_protocol: _builtins.int
     def __init__(
         self,
         *,
@@ -249,10 +259,11 @@ class WorkerHello(_message.Message):
         epoch: _builtins.int = ...,
         protocol: _builtins.int = ...,
         takes_more: _builtins.bool = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol", b"protocol", "takes_more", b"takes_more", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "takes_more", b"takes_more", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,8 @@ from cluster.control.workers import Workers
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedCluster, resolve_models
 from tandem.config.spec import ClusterSpec, ControlSpec, ModelSpec, Role
-from tandem.errors import ConfigError, IncompatiblePools, UnavailableError
+from tandem.errors import ConfigError, IncompatiblePools, IncompatibleVersions, UnavailableError
+from tandem.rpc.versions import Versions
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
 
@@ -149,6 +150,24 @@ async def test_another_epoch_cannot_register(workers: Workers) -> None:
     with pytest.raises(ConfigError, match="decode-1 in epoch"):
         workers.register(stale)
     assert workers.directory.get("decode-1") is None
+
+
+@pytest.mark.parametrize(("controller", "worker"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (2, 1))])
+async def test_a_worker_of_the_release_before_or_after_registers(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, controller: tuple[int, int], worker: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("cluster.control.workers.CONTROL_VERSIONS", Versions(*controller))
+    workers.register(info(workers, "decode-1"), Versions(*worker))
+    assert workers.slots["decode-1"].state is WorkerState.READY
+
+
+async def test_a_worker_two_releases_older_is_given_up_with_both_versions(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.control.workers.CONTROL_VERSIONS", Versions(3, 2))
+    with pytest.raises(IncompatibleVersions, match=r"controller supports versions 2 to 3, decode-1 1 to 1: update dec"):
+        workers.register(info(workers, "decode-1"), Versions(1, 1))
+    assert workers.slots["decode-1"].is_given_up
 
 
 async def test_an_incompatible_worker_is_given_up_with_the_reason(workers: Workers) -> None:
