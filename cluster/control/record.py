@@ -17,6 +17,7 @@ from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_li
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
 from tandem.config.spec import ClusterSpec, Role
+from tandem.version import works_with
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,11 @@ class Successor:
 
     def refusal(self, record: ClusterRecord) -> str:
         """Why it cannot take over what the record tells, which then has to be stopped; empty if it can."""
-        if record.version != self.version:
-            return f"it runs Tandem {record.version}, and this is {self.version}"
+        if not works_with(self.version, record.version):
+            return (
+                f"it runs Tandem {record.version}, and this is {self.version}: to keep it serving, upgrade one minor "
+                "version at a time"
+            )
         if record.holder == self.holder:
             return ""
         if record.fingerprints != self.fingerprints:

@@ -90,6 +90,10 @@ def successor(holder: str, source: ClusterSpec, version: str = "1.0", fingerprin
     return Successor(holder, version, (fingerprint,), SpecSource(source, {}))
 
 
+def too_far(version: str) -> str:
+    return f"it runs Tandem 1.0, and this is {version}: to keep it serving, upgrade one minor version at a time"
+
+
 @pytest.mark.parametrize(
     ("asked", "refusal"),
     [
@@ -99,7 +103,12 @@ def successor(holder: str, source: ClusterSpec, version: str = "1.0", fingerprin
         (successor("k2", sized(2, 2)), ""),
         (successor("k2", spec(replicas=2, max_migrations=7)), "router.replicas, router.max_migrations changed"),
         (successor("k2", ClusterSpec(), fingerprint="g"), "its models have changed"),
-        (successor("k1", ClusterSpec(), version="1.1"), "it runs Tandem 1.0, and this is 1.1"),
+        (successor("k1", ClusterSpec(), version="1.1"), ""),
+        (successor("k2", ClusterSpec(), version="1.1.2"), ""),
+        (successor("k2", ClusterSpec(), version="1.1", fingerprint="g"), "its models have changed"),
+        (successor("k1", ClusterSpec(), version="1.2"), too_far("1.2")),
+        (successor("k2", ClusterSpec(), version="2.0"), too_far("2.0")),
+        (successor("k1", ClusterSpec(), version="unknown"), too_far("unknown")),
     ],
 )
 def test_a_cluster_is_taken_over_unless_it_would_not_be_what_was_asked_for(asked: Successor, refusal: str) -> None:
