@@ -16,7 +16,7 @@ from router.testing.stub_worker import until
 from router.workers.directory import DirectoryFollower
 from router.workers.link import WorkerLink
 from tandem.rpc.versions import Versions
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from tandem.v1 import cluster_pb2, worker_pb2
 from worker.service import WorkerService
 from worker.wire import BEFORE_RANGES
 
@@ -116,34 +116,31 @@ async def test_two_releases_apart_are_refused_once_with_both_ranges_and_what_to_
     assert f"update {older} first" in refusal
 
 
-class OtherController(cluster_pb2_grpc.ClusterServicer):
-    """Of another release. `asked`: what the watchers stated."""
-
-    def __init__(self, versions: Versions) -> None:
-        self.versions = versions
-        self.asked: list[cluster_pb2.WatchDirectoryRequest] = []
-
-    async def WatchDirectory(  # type: ignore[override]
-        self, request: cluster_pb2.WatchDirectoryRequest, context: Any
-    ) -> AsyncIterator[cluster_pb2.Directory]:
-        self.asked.append(request)
-        yield cluster_pb2.Directory(
-            version=1, protocol=self.versions.protocol, oldest_protocol=self.versions.oldest_protocol
-        )
-        await asyncio.Event().wait()
+Asked = list[cluster_pb2.WatchDirectoryRequest]
 
 
 @asynccontextmanager
-async def following(versions: Versions) -> AsyncIterator[tuple[OtherController, list[cluster_pb2.Directory]]]:
-    controller, came = OtherController(versions), list[cluster_pb2.Directory]()
+async def following(versions: Versions) -> AsyncIterator[tuple[Asked, list[cluster_pb2.Directory]]]:
+    """A controller of another release, what was asked of it, and what a router took from it."""
+    asked, came = Asked(), list[cluster_pb2.Directory]()
+
+    async def watch(request: cluster_pb2.WatchDirectoryRequest, context: Any) -> AsyncIterator[bytes]:
+        asked.append(request)
+        directory = cluster_pb2.Directory(version=1)
+        directory.protocol, directory.oldest_protocol = versions.protocol, versions.oldest_protocol
+        yield directory.SerializeToString()
+        await asyncio.Event().wait()
+
     server = grpc.aio.server()
-    cluster_pb2_grpc.add_ClusterServicer_to_server(controller, server)
+    reads: Any = cluster_pb2.WatchDirectoryRequest.FromString
+    calls: dict[str, Any] = {"WatchDirectory": grpc.unary_stream_rpc_method_handler(watch, reads)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Cluster", calls),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     follower = DirectoryFollower(f"127.0.0.1:{port}", "router-0", came.append)
     follower.start()
     try:
-        yield controller, came
+        yield asked, came
     finally:
         await follower.close()
         await server.stop(None)
@@ -155,7 +152,7 @@ async def test_a_router_follows_a_controller_of_the_next_release_and_one_that_st
 ) -> None:
     async with following(controller) as (asked, came):
         await until(lambda: bool(came))
-    assert (asked.asked[0].protocol, asked.asked[0].oldest_protocol) == (1, 1)
+    assert (asked[0].protocol, asked[0].oldest_protocol) == (1, 1)
 
 
 async def test_a_router_keeps_its_directory_when_the_controller_is_two_releases_newer(
