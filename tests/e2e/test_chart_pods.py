@@ -36,6 +36,7 @@ VALUES = {
     "cluster": {
         "models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 1}}],
         "router": {"replicas": 2, "disaggregation": "always"},
+        "security": {"allow_plaintext": True},
     },
     # A CPU for each worker: the two cannot share a machine.
     "node": {"replicas": 1, "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}},
