@@ -75,6 +75,7 @@ class KeyedAnswers:
         self._others = others
         self._entries: dict[bytes, _Entry] = {}
         self._done: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[bytes, _Entry] = OrderedDict()  # those of them whose logs hold memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.kept_bytes = 0
@@ -94,6 +95,7 @@ class KeyedAnswers:
             raise not_kept()
         elif request.identity in self._done:
             self._done.move_to_end(request.identity)
+            self._kept.move_to_end(request.identity)
         elif entry.timer is not None:
             entry.timer.cancel()
         reader = entry.log.reader(partial(self._left, entry))
@@ -113,6 +115,7 @@ class KeyedAnswers:
                 entry.timer.cancel()
         self._entries.clear()
         self._done.clear()
+        self._kept.clear()
         if self._others is not None:
             await self._others.close()
 
@@ -159,6 +162,8 @@ class KeyedAnswers:
         if entry.timer is not None:
             entry.timer.cancel()
         self._done[identity] = entry
+        if entry.log.is_kept:
+            self._kept[identity] = entry
         entry.timer = asyncio.get_running_loop().call_later(self._spec.keep_s, self._remove, entry)
 
     def _left(self, entry: _Entry) -> None:
@@ -178,19 +183,17 @@ class KeyedAnswers:
         if self._entries.get(identity) is entry:
             del self._entries[identity]
             self._done.pop(identity, None)
+            self._kept.pop(identity, None)
             entry.log.forget()
 
     # ---- the logs' Memory
 
     def take(self, size_bytes: int) -> bool:
         """If others need to be forgotten, forgets those least recently used, but not their keys."""
-        if self.kept_bytes + size_bytes > MAX_TOTAL_BYTES:
-            for entry in self._done.values():
-                entry.log.forget()
-                if self.kept_bytes + size_bytes <= MAX_TOTAL_BYTES:
-                    break
-            else:
+        while self.kept_bytes + size_bytes > MAX_TOTAL_BYTES:
+            if not self._kept:
                 return False
+            self._kept.popitem(last=False)[1].log.forget()
         self.kept_bytes += size_bytes
         return True
 

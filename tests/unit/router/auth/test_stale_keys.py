@@ -40,7 +40,7 @@ async def test_a_lost_keys_file_is_accepted_for_a_time_and_then_refused_until_it
         sources.identify(key, AccessLevel.CALLER)
     assert refused.value.wire.http_status == 503
     with pytest.raises(Unauthenticated):
-        sources.identify("Bearer of-nobody", AccessLevel.CALLER)
+        sources.identify("Bearer unknown", AccessLevel.CALLER)
 
     keys.path.write_text(content)
     keys.path.chmod(0o600)
