@@ -76,14 +76,16 @@ class DeviceMessages:
             self.pool.run(lambda: None)  # waits: now nothing uses the staging
             raise
         deadline_s = time.monotonic() + TIMEOUT.total_seconds()
+        is_late = False
         with self._thread.waiting(), device_errors():
-            while not (is_moved := moved.query()):
-                if self._group.is_closed or time.monotonic() > deadline_s:
+            while not moved.query():
+                is_late = time.monotonic() > deadline_s
+                if is_late or self._group.is_closed:
                     self._group.abort()
                     moved.synchronize()  # now nothing writes to the staging
                     break
                 time.sleep(POLL_S)
-        if not is_moved:
+        if is_late or self._group.is_closed:  # an abort ends the operation too, as if it had moved
             raise HandoffFault(HandoffCause.TRANSPORT, "nccl: the peer did not take part in time, or the link closed")
 
     def _over_gloo(self, start: Callable[[], Work]) -> None:
