@@ -284,8 +284,14 @@ class RayBackend:
 
     async def _take_lease(self) -> None:
         actor = ray.remote(LeaseActor)
+        here = ray.get_runtime_context().get_node_id()  # elsewhere it would keep a node that should leave
         self._lease_actor = actor.options(
-            name=f"{self._cluster}/{LEASE}", get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1
+            name=f"{self._cluster}/{LEASE}",
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         ).remote()
         after, _ = parted(await self._keeper.kept())
         deadline_s = time.monotonic() + 1.2 * LEASE_S  # so long a dead holder keeps it
