@@ -31,6 +31,9 @@ from tandem.text.words import plural
 MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
 LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
+SLICE_TOKENS = 16_384  # submitted between two turns of the event loop: under 1 ms
+REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
+BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 
 
 class RouterService:
@@ -112,7 +115,8 @@ class RouterService:
     async def submit_all(
         self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: RequestTerms | None = None
     ) -> Answers:
-        """Submits `choices` requests for each of `raws`; if one is refused, none runs. Raises as `submit`.
+        """Submits `choices` requests for each of `raws`; if one is refused, the others are cancelled. Raises as
+        `submit`. Many are submitted in slices, between which other requests have their turns.
 
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice.
         """
@@ -127,12 +131,17 @@ class RouterService:
         self._check_answers(requests, choices)
         self._check_limits(requests, choices, terms)
         submitted: list[SubmittedRequest] = []
+        slice_tokens = 0
         try:
             for number in range(total):
                 model, first = parsed[number // choices]
                 request = first if total == 1 else _choice(first, number % choices, f"{request_id}-{number}")
+                if slice_tokens and slice_tokens + _submit_tokens(request) > SLICE_TOKENS:
+                    slice_tokens = 0
+                    await asyncio.sleep(0)
+                slice_tokens += _submit_tokens(request)
                 submitted.append(SubmittedRequest(request, model, self.dispatcher.submit(model, request, terms)))
-        except TandemError:
+        except BaseException:  # also the cancellation of this task
             for each in submitted:
                 each.stream.cancel()
             raise
@@ -275,6 +284,11 @@ def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:
     """Prompt tokens that the answers cost: of the first choice, or of each if the prompt's logprobs are wanted."""
     each = ((1 if request.sampling.prompt_logprobs is None else choices, request) for request in requests)
     return sum(times * request.prompt_tokens for times, request in each)
+
+
+def _submit_tokens(request: ValidRequest) -> int:
+    """What a submission costs the event loop, in tokens of a prompt to copy."""
+    return REQUEST_TOKENS + request.prompt_tokens + BIAS_TOKENS * len(request.sampling.logit_bias)
 
 
 def _tenant_of(call: Call | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import grpc
@@ -46,6 +46,7 @@ MAX_PUBLIC_WAITS = 64
 PUBLIC_MESSAGE_S = 1.0  # a probe sends its few bytes with its headers
 MAX_OPEN_CALLS = 8192  # a finished call counts until its client has read the end
 SHUTDOWN_GRACE_S = 5.0
+SLICE_LOGPROBS = 4096  # in one message: under 1 ms of work, 50 KB
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -67,12 +68,12 @@ class InferenceEdge(InferenceServicer):
                 yield _started(submitted)
                 has_prompt_logprobs = False
                 while pieces := await stream.next():
+                    if not has_prompt_logprobs:
+                        has_prompt_logprobs = True
+                        for response in _prompt_logprobs(stream.prompt_scores):
+                            yield response
                     for piece in pieces:
-                        response = _chunk(piece)
-                        if not has_prompt_logprobs:
-                            response.chunk.prompt_logprobs.extend(stream.prompt_scores)
-                            has_prompt_logprobs = True
-                        yield response
+                        yield _chunk(piece)
                 if stream.final is not None:
                     yield pb.GenerateResponse(finished=_finished(stream.final))
             finally:
@@ -164,6 +165,14 @@ def _started(submitted: SubmittedRequest) -> pb.GenerateResponse:
     request = submitted.request
     started = pb.Started(request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens)
     return pb.GenerateResponse(started=started)
+
+
+def _prompt_logprobs(scores: Sequence[pb.TokenLogprobs]) -> Iterator[pb.GenerateResponse]:
+    """In slices, as there may be megabytes of them. Other calls have their turns while one is written."""
+    if scores:
+        tokens = max(1, SLICE_LOGPROBS // (1 + len(scores[0].top)))
+        for at in range(0, len(scores), tokens):
+            yield pb.GenerateResponse(chunk=pb.Chunk(prompt_logprobs=scores[at : at + tokens]))
 
 
 def _chunk(piece: TextPiece) -> pb.GenerateResponse:

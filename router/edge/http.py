@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,40 +116,37 @@ class HttpEdge:
 
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
-        raw = self._parse(parsed.model, parsed.parse)
+        parsed, raw = await self._parsed(request, ChatCompletionRequest, ChatCompletionRequest.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
-        raws = self._parse(parsed.model, parsed.parse)
+        parsed, raws = await self._parsed(request, CompletionRequest, CompletionRequest.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
         form = CompletionFormat(answers, include_usage=parsed.include_usage, prompt_only=parsed.is_prompt_only)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
-        raw = self._parse(parsed.model, parsed.parse)
+        parsed, raw = await self._parsed(request, ResponsesRequest, ResponsesRequest.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         form = ResponsesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def tokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
-        parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
+        parsed, prompt = await self._parsed(request, TokenizeRequest, TokenizeRequest.parse)
         special = parsed.add_special_tokens is not False
         call = call_of(request.scope)
-        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), call, special_tokens=special)
+        model, tokens = await self._service.tokenize(parsed.model, prompt, call, special_tokens=special)
         return JsonResponse(TokenizeAnswer(len(tokens), model.max_model_tokens, tokens))
 
     async def detokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
-        parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
-        text = await self._service.detokenize(parsed.model, parsed.tokens, call_of(request.scope))
+        parsed, tokens = await self._parsed(request, DetokenizeRequest, attrgetter("tokens"))
+        text = await self._service.detokenize(parsed.model, tokens, call_of(request.scope))
         return JsonResponse(DetokenizeAnswer(text))
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -191,22 +189,23 @@ class HttpEdge:
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, max_model_len=self._service.models[name].max_model_tokens)
 
-    def _parse(self, model: str, parse: Callable[[], Parsed]) -> Parsed:
-        """Counts a request that `parse` refuses."""
-        try:
-            return parse()
-        except InputError as error:
-            self._service.rejected(model, error)
-            raise
+    async def _parsed(self, request: Request, kind: type[Body], parse: Callable[[Body], Parsed]) -> tuple[Body, Parsed]:
+        """The body, within the size limit, and what `parse` makes of it: both in a thread if it is large. Raises
+        InputError."""
 
-    async def _body(self, request: Request, parse: Callable[[bytes], Body]) -> Body:
-        """The parsed body, within the size limit. Raises InputError."""
+        def both(body: bytes) -> tuple[Body, Parsed | InputError]:
+            parsed = parse_body(kind, body)
+            try:
+                return parsed, parse(parsed)
+            except InputError as error:  # of a request whose model is known
+                return parsed, error.with_traceback(None)
+
         body, counted = await self._receive(request)
         try:
             if len(body) <= INLINE_BODY_BYTES:
-                parsed = parse(body)
+                parsed, made = both(body)
             else:
-                parsed = await self._service.threads.run(_tenant(request), len(body), partial(parse, body))
+                parsed, made = await self._service.threads.run(_tenant(request), len(body), partial(both, body))
         except (InputError, OverloadedError) as error:
             self._service.rejected("", error)
             raise
@@ -214,7 +213,13 @@ class HttpEdge:
             self._bodies.give_back(counted)
         if (call := call_of(request.scope)) is not None:
             call.name_model(parsed.model)
-        return parsed
+        if isinstance(made, InputError):
+            self._service.rejected(parsed.model, made)
+            try:
+                raise made
+            finally:
+                del made  # its traceback holds this frame: a reference cycle
+        return parsed, made
 
     async def _receive(self, request: Request) -> tuple[bytes, int]:
         """The body, and how much of it to give back to the budget. Raises InputError, OverloadedError."""

@@ -153,11 +153,21 @@ class RequestCore:
 
     # ---- placing
 
-    def pump(self) -> float | None:
-        """Places what can be placed now. Called when a worker, a request or the clock has changed something. Returns
-        when time alone changes something next; None: never."""
+    def pump(self, most: int | None = None) -> float | None:
+        """Places what can be placed now; after `most` tries the rest is for the next pump, soon. Called when a worker,
+        a request or the clock has changed something. Returns when time alone changes something next; None: never."""
         now_s = self._clock.now_s()
-        self.queue.dispatch(now_s, self._place, self.placer.prefillers)
+        tries = 0
+
+        def place(run: RequestRun) -> bool:
+            nonlocal tries
+            if tries == most:
+                self._carrier.pump_soon()
+                return False
+            tries += 1
+            return self._place(run)
+
+        self.queue.dispatch(now_s, place, self.placer.prefillers)
         for run, error in self.queue.expire(now_s):
             self.on(run, ev.Rejected(error))
         self._move_off()

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 CANCELLED_DRAIN_S = 0.2
 DRAIN_POLL_S = 0.05
 LEAST_TIMER_S = 0.001
+PLACEMENTS_AT_ONCE = 8  # between two turns of the event loop: 1 to 3 ms
 
 
 class Dispatcher:
@@ -89,13 +90,14 @@ class Dispatcher:
         except TandemError:
             del stream  # it has the error, whose traceback has this frame: only the collector would free them
             raise
-        self.pump()
+        if not self._is_pump_due:
+            self.pump()
         return stream
 
     def pump(self) -> None:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         self.fleet.sweep()
-        self._set_timer(self.core.pump())
+        self._set_timer(self.core.pump(PLACEMENTS_AT_ONCE))
 
     def pump_waiting(self) -> None:
         """A worker may have room now: pumps if a request waits."""

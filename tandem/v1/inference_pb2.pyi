@@ -356,7 +356,7 @@ class Chunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """on the first chunk, if requested: for the prompt from its second token on"""
+        """on the first chunks, if requested: for the prompt from its second token on"""
 
     def __init__(
         self,

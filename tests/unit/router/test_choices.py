@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from itertools import pairwise
+from typing import Any
 
 import openai
 import pytest
 
 from router import service
+from router.requests.validation import RawRequest, RawSampling
+from router.testing.stub_worker import until
 from tandem.config.spec import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster
 
@@ -263,3 +268,47 @@ async def test_the_request_that_made_700_mb_of_json_is_refused(cluster: Cluster)
     call = {"model": MODEL, "prompt": [70] * 400, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}
     with pytest.raises(openai.BadRequestError, match="lower n, logprobs or max_tokens"):
         await cluster.openai.completions.create(**call)
+
+
+class TestSlices:
+    """What one turn of the event loop submits."""
+
+    @pytest.mark.parametrize(
+        ("asked", "count", "at_once"),
+        [
+            ({"prompt": "Hi", "n": 30}, 30, 3),
+            ({"prompt": ["Hi"] * 30}, 30, 3),
+            ({"prompt": "Hi", "n": 6, "logit_bias": {f"{each}": 1 for each in range(256)}}, 6, 2),
+        ],
+        ids=["choices", "prompts", "logit_bias"],
+    )
+    async def test_other_requests_have_their_turns_while_many_answers_are_submitted(
+        self, cluster: Cluster, asked: dict[str, Any], count: int, at_once: int
+    ) -> None:
+        cluster.prefill.behaviour.hold_prefills = True
+        dispatcher, seen = cluster.app.dispatcher, [0]
+
+        async def watch() -> None:
+            while True:
+                seen.append(dispatcher.active)
+                await asyncio.sleep(0)
+
+        watcher = asyncio.create_task(watch())
+        client = asyncio.create_task(cluster.http.post("/v1/completions", json={"model": MODEL, **asked}))
+        await until(lambda: dispatcher.active == count)
+        for task in (watcher, client):
+            task.cancel()
+        assert max(after - before for before, after in pairwise(seen)) == at_once
+        await cluster.settled()
+
+    async def test_a_caller_that_leaves_meanwhile_cancels_those_submitted(self, cluster: Cluster) -> None:
+        cluster.prefill.behaviour.hold_prefills = True
+        app, raw = cluster.app, RawRequest(MODEL, "Hi", RawSampling())
+        caller = asyncio.create_task(app.service.submit_all([raw], 50, "r"))
+        while not app.dispatcher.active:  # the next turn submits more
+            await asyncio.sleep(0)
+        assert app.dispatcher.active < 50
+        caller.cancel()
+        await asyncio.wait([caller])
+        assert app.dispatcher.active == 0
+        await cluster.settled()

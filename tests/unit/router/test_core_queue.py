@@ -48,6 +48,26 @@ def in_order(*asked: Asked) -> list[Asked]:
     return sorted(asked, key=lambda each: each.final.timeline.ttft_s + each.run.received_s)
 
 
+# ---- slices
+
+
+def test_one_pump_places_no_more_than_asked_and_another_follows_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = CoreCluster("p0", spec=SPEC.model_copy(update={"max_prefill_tokens_in_flight": 1 << 20}))
+    asked = [ask(cluster) for _ in range(20)]
+    placed = []
+
+    def pump() -> None:
+        cluster.core.pump(8)
+        placed.append(len(cluster.worker("d0").frames("reserve")))
+
+    monkeypatch.setattr(cluster, "pump", pump)
+    cluster.add("d0")
+    cluster.run()
+    assert placed[:3] == [8, 16, 20]
+    assert all(each.end is not None for each in asked)
+    cluster.check_settled()
+
+
 # ---- refusals
 
 

@@ -7,6 +7,7 @@ from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.edge import grpc as grpc_edge
 from router.edge.grpc import MAX_PUBLIC_STREAMS, SHARE_OF_ONE
 from router.testing.stub_worker import until
 from tandem.config.spec import Role
@@ -80,6 +81,18 @@ async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Cluster
     assert [each.token_id for each in chunks[0].prompt_logprobs] == [71, 72]
     assert all(len(each.top) == 1 for each in chunks[0].prompt_logprobs)
     assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+
+
+async def test_many_logprobs_of_the_prompt_come_in_slices(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_edge, "SLICE_LOGPROBS", 10)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=range(70, 80)), sampling=pb.SamplingParams(prompt_logprobs=2, max_tokens=2)
+    )
+    chunks = [event.chunk async for event in cluster.inference.Generate(request) if event.HasField("chunk")]
+    slices = [[each.token_id for each in chunk.prompt_logprobs] for chunk in chunks if chunk.prompt_logprobs]
+    assert slices == [[71, 72, 73], [74, 75, 76], [77, 78, 79]]
+    assert not any(chunk.token_ids for chunk in chunks[:3])
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 2
 
 
 @pytest.mark.parametrize(
