@@ -3,7 +3,7 @@
     python -m benchmarks.router_costly PORT CASE    # sends the requests of one case until its input ends
 
 Router, workers and healthy clients have cores as in router_hostile; the client of the costly requests has the lowest
-priority.
+priority. It is another tenant, as otherwise healthy chats would wait for their turn behind its prompts.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ async def beside(bench: RouterBench, case: str) -> AsyncIterator[None]:
 async def send(port: int, case: str) -> None:
     path, fields = CASES[case]
     body = json.dumps({"model": MODEL, **fields}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    headers = f"host: x\r\nconnection: close\r\nx-tandem-tenant: costly\r\ncontent-length: {len(body)}"
+    head = f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode()
     statuses: dict[str, int] = {}
     received = 0
     print("begun", flush=True)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +307,9 @@ class PacedWorker(WorkerServicer):
 
 
 @cache
+@lru_cache(maxsize=4096)
 def _scored(token_id: int, count: int) -> inference_pb2.TokenLogprobs:
-    """A token with the logprobs of `count` others."""
+    """A token with the logprobs of `count` others. Kept: to make them would delay the workers' other answers."""
     top = [inference_pb2.TopLogprob(token_id=3 + each, logprob=-each / 3) for each in range(count)]
     return inference_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, top=top)
 
