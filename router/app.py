@@ -25,6 +25,7 @@ from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
 from router.idempotency.keyed_answers import KeyedAnswers
+from router.idempotency.outcomes import KeyedMetrics
 from router.idempotency.shared_answers import SharedAnswers
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
@@ -168,7 +169,7 @@ class RouterApp:
         launch, spec = self._launch, self._launch.router
         connections = connections_for(spec.max_connections)
         self.bodies = BodyBudget(LARGEST_BODIES * spec.max_body_bytes)
-        self._keyed = KeyedAnswers(spec.idempotency, self._shared_answers())
+        self._keyed = KeyedAnswers(spec.idempotency, self._shared_answers(), KeyedMetrics(self._registry).count)
         tls = EdgeTls(spec.tls) if spec.tls is not None else None
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
@@ -197,6 +198,7 @@ class RouterApp:
                 lambda: observers.demand.report(dispatcher.waiting(), dispatcher.fleet),
                 launch.controller_secret,
             ),
+            self._keyed,
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,

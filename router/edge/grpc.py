@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -15,6 +17,7 @@ from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
 from router.edge.controller_traces import TracesEdge
+from router.edge.keyed_grpc import KeyedCalls, Run, has_key
 from router.edge.limits.arrivals import Arrivals, MessageBudget
 from router.edge.limits.bodies import BodyBudget
 from router.edge.limits.calls import CallLimit
@@ -23,6 +26,7 @@ from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
 from router.edge.openai.request_schema import MAX_MESSAGES
 from router.edge.tls import EdgeTls
+from router.idempotency.keyed_answers import KeyedAnswers
 from router.requests.answers import SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
@@ -54,13 +58,31 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 class InferenceEdge(InferenceServicer):
     """GuardedServer answers the client with the errors that the methods raise."""
 
-    def __init__(self, service: RouterService, limit: CallLimit) -> None:
+    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls) -> None:
         self._service = service
         self._limit = limit
+        self._keyed = keyed
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
+        return self._generate_once(request, context, run) if has_key(context) else run()
+
+    async def _generate_once(
+        self, request: pb.GenerateRequest, context: Any, run: Run
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with aclosing(self._keyed.messages(f"{SERVICE}/Generate", request, context, run)) as messages:
+            async for message in messages:
+                yield pb.GenerateResponse.FromString(message)
+
+    async def _generate(
+        self,
+        request: pb.GenerateRequest,
+        header: Callable[[str], str | None],
+        remaining_s: float | None,
+        call: Call | None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         with self._limit:
-            terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
+            terms = self._service.terms(header, remaining_s, call)
             raw = self._parse(request, terms.call)
             submitted = await self._service.submit(raw, terms, model_required=False)
             stream = submitted.stream
@@ -227,6 +249,7 @@ class GrpcServer:
         self,
         service: RouterService,
         traces: TracesEdge,
+        keyed: KeyedAnswers,
         *,
         host: str,
         port: int,
@@ -262,8 +285,9 @@ class GrpcServer:
             arrivals=Arrivals(MAX_CALLS, client_timeout_s, setting="router.client_timeout_s", budget=budget),
             streams=_streams(MAX_STREAMS),
         )
-        add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
-        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
+        keyed_calls = KeyedCalls(keyed, service)
+        add_InferenceServicer_to_server(InferenceEdge(service, limit, keyed_calls), guarded)
+        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit, keyed_calls), guarded)
         # With limits of their own, so that requests cannot displace probes and the controller.
         separate = guard(MAX_OPEN_CALLS, admit=traces.check)
         add_TracesServicer_to_server(traces, separate)

@@ -5,7 +5,6 @@ The run is the ordinary handler, with a log in place of the client's connection.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from router.edge.sse import Connection, SseResponse
 from router.idempotency.answer_log import AnswerLog, Head, LogReader
 from router.idempotency.identity import keyed_request
 from router.idempotency.keyed_answers import KeyedAnswers
+from router.idempotency.outcomes import Api
 from router.service import RouterService
 from tandem.errors import RequestCancelled, TandemError
 
@@ -33,12 +33,19 @@ async def answer_once(
     `keyed_request` and `KeyedAnswers.read`."""
     call = call_of(request.scope)
     method = f"{request.method} {request.url.path}"
-    asked = keyed_request(service.cluster, request.headers.get, call, method, body)
+    asked = keyed_request(service.cluster, request.headers.get, call, method, body, Api.HTTP)
 
     async def produce(log: AnswerLog) -> TandemError | None:
         return await _run(request, body, handler, log)
 
-    reader = answers.read(asked, lambda log: _finished(request, service, produce(log)))
+    def on_end(raised: TandemError | None) -> None:
+        """Ends the call of the first client with its run."""
+        if raised is not None:
+            note_error(request.scope, raised)
+        if call is not None:
+            service.calls.finish(call)
+
+    reader = answers.read(asked, produce, on_end)
     connection: Connection = request.scope[SCOPE_KEY]
     connection.when_lost(reader.lost)
     handed_over = False
@@ -60,22 +67,6 @@ async def answer_once(
         if not handed_over:
             reader.close()
             connection.when_lost(None)
-
-
-async def _finished(request: Request, service: RouterService, run: Awaitable[TandemError | None]) -> TandemError | None:
-    """Ends the call of the first client with its run."""
-    call = call_of(request.scope)
-    try:
-        return await run
-    except asyncio.CancelledError:
-        note_error(request.scope, RequestCancelled("no client waits for the answer"))
-        raise
-    except TandemError as error:
-        note_error(request.scope, error)
-        raise
-    finally:
-        if call is not None:
-            service.calls.finish(call)
 
 
 async def _run(request: Request, body: bytes, handler: Handler, log: AnswerLog) -> TandemError | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Any
 
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
+from router.edge.keyed_grpc import KeyedCalls, has_key
 from router.edge.limits.calls import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.answer_format import text_of, tokens_of
+from router.idempotency.keyed_answers import HEADER
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms
 from router.requests.output import TextPiece
@@ -26,9 +29,10 @@ PLATFORM = "tandem"
 class OipEdge(GRPCInferenceServiceServicer):
     """GuardedServer answers the client with the errors that the methods raise."""
 
-    def __init__(self, service: RouterService, limit: CallLimit) -> None:
+    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls) -> None:
         self._service = service
         self._limit = limit
+        self._keyed = keyed
 
     async def ServerLive(self, request: oip.ServerLiveRequest, context: Any) -> oip.ServerLiveResponse:
         return oip.ServerLiveResponse(live=True)
@@ -55,8 +59,25 @@ class OipEdge(GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
+        infer = partial(self._infer, request, header_of(context), context.time_remaining(), call_of(context))
+        if not has_key(context):
+            return await infer()
+
+        async def run() -> AsyncGenerator[oip.ModelInferResponse, None]:
+            yield await infer()
+
+        [whole] = [each async for each in self._keyed.messages(f"{SERVICE}/ModelInfer", request, context, run)]
+        return oip.ModelInferResponse.FromString(whole)
+
+    async def _infer(
+        self,
+        request: oip.ModelInferRequest,
+        header: Callable[[str], str | None],
+        remaining_s: float | None,
+        call: Call | None,
+    ) -> oip.ModelInferResponse:
         with self._limit:
-            terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
+            terms = self._service.terms(header, remaining_s, call)
             parsed = self._parse(request, terms.call)
             parts = [part async for part in self._answer(parsed, terms)]
             return _response(parsed, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
@@ -66,6 +87,8 @@ class OipEdge(GRPCInferenceServiceServicer):
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         """Answers one request after the other; for concurrent requests a client opens several streams. An idle stream
         does not count as a running call. Each request is authenticated, as a stream may outlast its key."""
+        if has_key(context):
+            raise InputError(f"{HEADER}: expected only with ModelInfer; a stream has many requests", field=HEADER)
         async for request in request_iterator:
             async for reply in self._stream(request, context):
                 yield reply

@@ -10,6 +10,7 @@ import msgspec
 
 from router.auth.call import Call
 from router.idempotency.keyed_answers import HEADER, KeyedRequest
+from router.idempotency.outcomes import Api
 from router.request_terms import TENANT, TIMEOUT, timeout_s
 from tandem.errors import InputError
 
@@ -19,10 +20,10 @@ _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 def keyed_request(
-    cluster: str, header: Callable[[str], str | None], call: Call | None, method: str, body: bytes
+    cluster: str, header: Callable[[str], str | None], call: Call | None, method: str, body: bytes, api: Api
 ) -> KeyedRequest:
     """Args:
-    header: gives the value of a header by its lower-case name.
+    header: gives the value of a header, or of a call's metadata, by its lower-case name.
     method: of which API, and its path there.
 
     Raises InputError naming the header.
@@ -31,7 +32,7 @@ def keyed_request(
     if not _KEY.fullmatch(key):
         raise InputError(f"{HEADER}: expected 1 to 255 printable ASCII characters, got {key[:40]!r}", field=HEADER)
     wait_s = min(MAX_WAIT_S, timeout_s(header(TIMEOUT)) or MAX_WAIT_S)
-    return KeyedRequest(_digest(cluster, *_caller(call), header(TENANT) or "", key), _digest(method, body), wait_s)
+    return KeyedRequest(_digest(cluster, *_caller(call), header(TENANT) or "", key), _digest(method, body), wait_s, api)
 
 
 def _caller(call: Call | None) -> tuple[str, tuple[str, ...] | None]:

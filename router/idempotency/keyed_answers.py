@@ -16,9 +16,11 @@ from functools import partial
 from typing import Protocol
 
 from router.idempotency.answer_log import AnswerLog, LogReader
+from router.idempotency.outcomes import Api, Outcome
 from tandem.config.spec import IdempotencySpec
 from tandem.errors import (
     AnswerNotKept,
+    AnswerUnderWay,
     ErrorCode,
     IdempotencyKeyReused,
     InternalError,
@@ -37,6 +39,8 @@ STOP_S = 1.0  # for runs to write their ends
 
 # Writes an answer into a log. Returns the failure that the answer itself tells, or raises it.
 Produce = Callable[[AnswerLog], Awaitable[TandemError | None]]
+# Gets what a run raised, at its end.
+OnEnd = Callable[[TandemError | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class KeyedRequest:
     identity: bytes
     fingerprint: bytes
     wait_s: float
+    api: Api = Api.HTTP
 
 
 class Routers(Protocol):
@@ -63,16 +68,23 @@ class Routers(Protocol):
 class _Entry:
     request: KeyedRequest
     log: AnswerLog
+    on_end: OnEnd
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None  # ends its run, or forgets its answer
 
 
 class KeyedAnswers:
-    """`others` None: the only router, or it shares nothing."""
+    """`others` None: the only router, or it shares nothing. `count` gets the outcome of every request."""
 
-    def __init__(self, spec: IdempotencySpec, others: Routers | None = None) -> None:
+    def __init__(
+        self,
+        spec: IdempotencySpec,
+        others: Routers | None = None,
+        count: Callable[[Api, Outcome], None] = lambda api, outcome: None,
+    ) -> None:
         self._spec = spec
         self._others = others
+        self._count = count
         self._entries: dict[bytes, _Entry] = {}
         self._done: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self._kept: OrderedDict[bytes, _Entry] = OrderedDict()  # those of them whose logs hold memory
@@ -80,24 +92,29 @@ class KeyedAnswers:
         self._is_closed = False
         self.kept_bytes = 0
 
-    def read(self, request: KeyedRequest, produce: Produce) -> LogReader:
-        """A reader of the answer under way or done, else of the one that `produce` writes now.
+    def read(self, request: KeyedRequest, produce: Produce, on_end: OnEnd = lambda raised: None) -> LogReader:
+        """A reader of the answer under way or done, else of the one that `produce` writes now. Only then it calls
+        `on_end`.
 
         Raises IdempotencyKeyReused, AnswerNotKept, OverloadedError.
         """
         entry = self._entries.get(request.identity)
         is_repeat = entry is not None
         if entry is None:
-            entry = self._begin(request, produce)
+            entry = self._begin(request, produce, on_end)
         elif entry.request.fingerprint != request.fingerprint:
+            self._count(request.api, Outcome.CONFLICT)
             raise key_reused()
         elif not entry.log.is_kept:
+            self._count(request.api, Outcome.NOT_KEPT)
             raise not_kept()
         elif request.identity in self._done:
             self._done.move_to_end(request.identity)
             self._kept.move_to_end(request.identity)
         elif entry.timer is not None:
             entry.timer.cancel()
+        if is_repeat:
+            self._count(request.api, Outcome.REPLAYED if entry.log.ended else Outcome.ATTACHED)
         reader = entry.log.reader(partial(self._left, entry))
         reader.is_repeat = is_repeat
         return reader
@@ -119,7 +136,7 @@ class KeyedAnswers:
         if self._others is not None:
             await self._others.close()
 
-    def _begin(self, request: KeyedRequest, produce: Produce) -> _Entry:
+    def _begin(self, request: KeyedRequest, produce: Produce, on_end: OnEnd) -> _Entry:
         if self._is_closed:
             raise _stopped()
         if len(self._entries) >= MAX_KEYS:
@@ -127,7 +144,7 @@ class KeyedAnswers:
                 text = f"{HEADER}: expected at most {MAX_KEYS} requests with a key under way; retry later"
                 raise OverloadedError(text, field=HEADER, retry_after_s=1.0)
             self._remove(next(iter(self._done.values())))
-        entry = self._entries[request.identity] = _Entry(request, AnswerLog(self))
+        entry = self._entries[request.identity] = _Entry(request, AnswerLog(self), on_end)
         entry.task = asyncio.create_task(self._run(entry, produce), name="keyed-request")
         self._tasks.add(entry.task)
         entry.task.add_done_callback(self._tasks.discard)
@@ -136,11 +153,19 @@ class KeyedAnswers:
     async def _run(self, entry: _Entry, produce: Produce) -> None:
         failure: TandemError | None
         raised: TandemError | None = None
+        has_run = False
+
+        async def run(log: AnswerLog) -> TandemError | None:
+            nonlocal has_run
+            has_run = True
+            self._count(entry.request.api, Outcome.RUN)
+            return await produce(log)
+
         try:
             if self._others is None:
-                failure = await produce(entry.log)
+                failure = await run(entry.log)
             else:
-                failure = await self._others.obtain(entry.request, entry.log, produce)
+                failure = await self._others.obtain(entry.request, entry.log, run)
         except TandemError as error:
             failure = raised = error.with_traceback(None)
         except asyncio.CancelledError:
@@ -148,6 +173,9 @@ class KeyedAnswers:
         except Exception:
             log.exception("a request with an idempotency key failed")
             failure = raised = InternalError("internal error")
+        if not has_run and (outcome := _outcome(entry.log, raised)) is not None:
+            self._count(entry.request.api, outcome)
+        entry.on_end(raised)
         entry.log.end(raised)
         entry.task = None
         self._ended(entry, is_kept=failure is None or is_final(failure))
@@ -199,6 +227,18 @@ class KeyedAnswers:
 
     def give_back(self, size_bytes: int) -> None:
         self.kept_bytes -= size_bytes
+
+
+def _outcome(log: AnswerLog, raised: TandemError | None) -> Outcome | None:
+    """Of a request whose key another router has. None: its client left while it waited."""
+    if log.is_replayed:
+        return Outcome.REPLAYED
+    refusals = {
+        IdempotencyKeyReused: Outcome.CONFLICT,
+        AnswerNotKept: Outcome.NOT_KEPT,
+        AnswerUnderWay: Outcome.UNDER_WAY,
+    }
+    return refusals.get(type(raised)) if raised is not None else None
 
 
 def is_final(failure: TandemError) -> bool:

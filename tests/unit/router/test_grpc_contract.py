@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from router.edge.grpc import InferenceEdge
+from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.calls import CallLimit
 from router.service import RouterService
 from tandem.v1 import inference_pb2
@@ -37,7 +38,9 @@ class Recorder:
 def test_generated_code_registers_every_method_with_a_deserializer_bound_to_its_message() -> None:
     recorder = Recorder()
     server = cast(grpc.aio.Server, recorder)
-    add_InferenceServicer_to_server(InferenceEdge(cast(RouterService, None), CallLimit(1)), server)
+    add_InferenceServicer_to_server(
+        InferenceEdge(cast(RouterService, None), CallLimit(1), cast(KeyedCalls, None)), server
+    )
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
     add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(("x",)), server)
     generate = recorder.handlers["/tandem.v1.Inference/Generate"]

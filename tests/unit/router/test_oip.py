@@ -6,12 +6,14 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
 
+from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.calls import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
@@ -178,7 +180,9 @@ async def test_an_idle_stream_does_not_count_as_a_running_call(cluster: Cluster)
         return
         yield
 
-    idle = asyncio.ensure_future(anext(OipEdge(cluster.app.service, limit).ModelStreamInfer(nothing(), None), None))
+    edge = OipEdge(cluster.app.service, limit, cast(KeyedCalls, None))
+    context = SimpleNamespace(invocation_metadata=lambda: ())
+    idle = asyncio.ensure_future(anext(edge.ModelStreamInfer(nothing(), context), None))
     await asyncio.sleep(0.05)
     with limit:
         release.set()

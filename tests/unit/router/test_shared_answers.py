@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 from redis import Redis
@@ -11,6 +12,7 @@ from redis import Redis
 from router.idempotency import shared_answers
 from router.idempotency.answer_log import AnswerLog, Head
 from router.idempotency.keyed_answers import KeyedAnswers, KeyedRequest, Produce
+from router.idempotency.outcomes import Api, Outcome
 from router.idempotency.shared_answers import SharedAnswers
 from router.testing.index import RedisServer
 from router.testing.stub_worker import until
@@ -36,6 +38,8 @@ class Routers:
     def __init__(self, url: str) -> None:
         self.url = url
         self.runs: list[int] = []
+        self.outcomes: list[tuple[int, Outcome]] = []
+        self.head: Head | None = HEAD
         self.end = asyncio.Event()
         self.failure: TandemError | None = None
         self.size_bytes = 10
@@ -46,13 +50,16 @@ class Routers:
         shared = SharedAnswers(
             self.url, "c", f"router-{number}", secret, 60.0, SystemClock(), lease_s=LEASE_S, poll_s=0.02
         )
-        self.made.append(KeyedAnswers(IdempotencySpec(grace_s=0.0), shared))
+        self.made.append(KeyedAnswers(IdempotencySpec(grace_s=0.0), shared, partial(self._count, number)))
         return number
+
+    def _count(self, number: int, api: Api, outcome: Outcome) -> None:
+        self.outcomes.append((number, outcome))
 
     def _produce(self, number: int) -> Produce:
         async def produce(log: AnswerLog) -> None:
             self.runs.append(number)
-            log.head = HEAD
+            log.head = self.head
             log.append(b"begin ")
             await self.end.wait()
             if self.failure is not None:
@@ -67,7 +74,7 @@ class Routers:
             content = b""
             while chunks := await reader.next():
                 content += b"".join(chunks)
-            assert reader.log.head == HEAD
+            assert reader.log.head == self.head
             return content, reader.log.is_replayed
         finally:
             reader.close()
@@ -102,6 +109,41 @@ async def test_another_router_waits_for_the_answer_under_way_and_serves_it(route
     routers.end.set()
     assert [await first, await second] == [(DONE, False), (DONE, True)]
     assert await routers.ask(1) == (DONE, True), "from its own memory now"
+    assert routers.runs == [0]
+
+
+async def test_each_request_is_counted_by_its_outcome(routers: Routers) -> None:
+    other = KeyedRequest(ASKED.identity, b"something else", wait_s=0.0)
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    attached, waiting = routers.ask(0), routers.ask(1)
+    with pytest.raises(IdempotencyKeyReused):
+        await routers.ask(0, other)
+    routers.end.set()
+    await asyncio.gather(first, attached, waiting)
+    third = routers.router()
+    with pytest.raises(IdempotencyKeyReused):
+        await routers.ask(third, other)
+    assert sorted(routers.outcomes) == [
+        (0, Outcome.ATTACHED),
+        (0, Outcome.CONFLICT),
+        (0, Outcome.RUN),
+        (1, Outcome.REPLAYED),
+        (third, Outcome.CONFLICT),
+    ]
+
+
+async def test_an_answer_without_a_head_is_shared_chunk_by_chunk(routers: Routers) -> None:
+    """As gRPC's: a chunk is a message."""
+    routers.head = None
+    routers.end.set()
+    await routers.ask(0)
+    reader = routers.made[1].read(ASKED, routers._produce(1))
+    chunks: list[bytes] = []
+    while more := await reader.next():
+        chunks += more
+    reader.close()
+    assert chunks == [b"begin ", b"x" * 10]
     assert routers.runs == [0]
 
 
