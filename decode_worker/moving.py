@@ -70,6 +70,10 @@ class MovingRole:
     def owns(self, engine_id: str) -> bool:
         return engine_id in self._held_since_s or engine_id in self._ending
 
+    def request_of(self, ticket_id: str) -> str | None:
+        entry = self._handoffs.by_ticket(ticket_id)
+        return None if entry is None else entry.engine_id
+
     def cancel(self, engine_id: str, error: TandemError) -> None:
         self._requests.fail(engine_id, error)
         self._drop(engine_id)

@@ -163,6 +163,10 @@ class DecodeRole:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
+    def request_of(self, ticket_id: str) -> str | None:
+        entry = self._handoffs.by_ticket(ticket_id)
+        return None if entry is None else entry.engine_id
+
     def cancel(self, engine_id: str, error: TandemError) -> None:
         """Reports the error to the router at once; frees the blocks when no agent writes to them any more."""
         self._requests.fail(engine_id, error)

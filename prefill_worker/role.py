@@ -10,7 +10,7 @@ from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import RequestEnd
 from tandem.engine.engine import Engine
-from tandem.errors import InputError, TandemError
+from tandem.errors import HandoffError, InputError, TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
@@ -130,6 +130,10 @@ class PrefillRole:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
+    def request_of(self, ticket_id: str) -> str | None:
+        entry = self._handoffs.by_ticket(ticket_id)
+        return None if entry is None else entry.engine_id
+
     def cancel(self, engine_id: str, error: TandemError) -> None:
         """Reports the error to the router at once; releases the blocks when no agent reads them any more."""
         self._requests.fail(engine_id, error)
@@ -137,6 +141,9 @@ class PrefillRole:
 
     def after_step(self, ended: Sequence[RequestEnd]) -> None:
         for end in ended:
+            if isinstance(end.error, HandoffError):
+                self.cancel(end.request_id, HandoffFault(HandoffCause.TRANSPORT, end.error.message))
+                continue
             if end.error is not None:
                 self.cancel(end.request_id, end.error)
                 continue

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.control import Attached, SetPeers
+from kvtransfer.control import Attached, FromAgent, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
@@ -33,15 +33,13 @@ from worker.messages import (
     StateQuery,
 )
 from worker.meters import StepMeters
-from worker.requests import Outbox, RequestBook, report_step
+from worker.requests import BUGS, Outbox, RequestBook, report_step
 from worker.roles import RoleSet, WorkerIdentity
 from worker.wire import load_frame, reach_frame
 
 log = logging.getLogger(__name__)
 
 IDLE_TICK_S = 1.0
-# Those of the host's code. A RuntimeError may be a GPU's, after which the process cannot go on.
-_BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Leader:
@@ -92,8 +90,7 @@ class Leader:
         ended_s = time.monotonic()
         self._meters.stepped(result.work, ended_s - began_s)
         self._steps += 1
-        report_step(result, self._requests, began_s, ended_s)
-        self._roles.after_step(result.ended)
+        self._roles.after_step(result.ended, report_step(result, self._requests, began_s, ended_s))
 
     def _report_computing(self) -> None:
         if self._requests.outbox.report_computing(self._requests.busy_sessions):
@@ -133,10 +130,7 @@ class Leader:
             case FromRouter(session=session, frame=frame):
                 self._on_message(session, frame)
             case AgentMessage(rank=rank, message=message):
-                self._agents.on_message(rank, message)
-                if isinstance(message, Attached):
-                    self._update_agent(rank, message)
-                self._roles.on_agent(rank, message)
+                self._on_agent_message(rank, message)
             case AgentLost(rank=rank):
                 log.warning("lost the transfer agent of rank %d", rank)
                 self._agents.lost(rank)
@@ -167,6 +161,16 @@ class Leader:
             case StateQuery(query=query):
                 self._service.send(StateAnswer(query, self._state().SerializeToString()))
 
+    def _on_agent_message(self, rank: int, message: FromAgent) -> None:
+        """A bad message fails the request of its handoff, never the worker."""
+        try:
+            self._agents.on_message(rank, message)
+            if isinstance(message, Attached):
+                self._update_agent(rank, message)
+        except BUGS:
+            log.exception("a transfer agent's message could not be handled", extra={"rank": rank})
+        self._roles.on_agent(rank, message)
+
     def _update_agent(self, rank: int, attached: Attached) -> None:
         """A replaced agent listens at another address: the service then registers the worker again."""
         self._info.agents[rank].CopyFrom(agent_endpoint(rank, attached))
@@ -189,7 +193,7 @@ class Leader:
             self._roles.on_frame(session, frame)
         except TandemError as error:
             self._requests.refuse(session, _request_id(frame), error)
-        except _BUGS as error:
+        except BUGS as error:
             log.exception("a router's frame could not be handled")
             request_id, typed = _request_id(frame), RequestFailed.by(error)
             if not self._roles.end(session, request_id, typed):

@@ -14,8 +14,8 @@ from itertools import count
 
 from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.clock import Clock, SystemClock
-from tandem.engine.api import EngineLoad, StepResult
-from tandem.errors import ErrorCode, InputError, RequestCancelled, TandemError
+from tandem.engine.api import EngineLoad, PromptScores, StepResult, TokenOut
+from tandem.errors import ErrorCode, InputError, RequestCancelled, RequestFailed, TandemError
 from tandem.request import FinishReason, RequestState
 from tandem.v1 import worker_pb2
 from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame, scores_frame, token_frame
@@ -26,6 +26,8 @@ SendFrame = Callable[[int, bytes], None]
 log = logging.getLogger(__name__)
 
 MAX_TRACE_ID_CHARS = 32
+# Those of the host's code. A RuntimeError may be a GPU's, after which the process cannot go on.
+BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})  # logged at DEBUG: overload makes many
 PROGRESS_REPORT_S = 1.0  # an unchanged load is sent again this often to routers that have a request here
 
@@ -211,21 +213,37 @@ class RequestBook:
             self.ends[state] += 1
 
 
-def report_step(result: StepResult, requests: RequestBook, began_s: float, ended_s: float) -> None:
+def report_step(result: StepResult, requests: RequestBook, began_s: float, ended_s: float) -> dict[str, TandemError]:
     """Adds a step's tokens and prompt scores to the routers' frames; to a first token, when its prompt was computed.
+    Returns the errors of requests whose output could not be added.
 
     `began_s`, `ended_s`: of the step, on the clock of the frames.
     """
     for engine_id in result.began:
         requests.computing(engine_id, began_s)
-    for scores in result.prompt_scores:
-        if target := requests.frame_of(scores.request_id):
-            frame, request_id = target
-            frame.prompt_scores.append(scores_frame(request_id, scores))
-    for token in result.tokens:
-        if target := requests.frame_of(token.request_id):
-            frame, request_id = target
-            wire = token_frame(request_id, token)
-            if token.cached_tokens is not None and (computing_at_s := requests.computing_since_s(token.request_id)):
-                wire.computing_at_s, wire.sampled_at_s = computing_at_s, ended_s
-            frame.tokens.append(wire)
+    failed: dict[str, TandemError] = {}
+    outputs: list[PromptScores | TokenOut] = [*result.prompt_scores, *result.tokens]
+    for output in outputs:
+        if output.request_id not in failed and (target := requests.frame_of(output.request_id)):
+            try:
+                _report(output, *target, requests.computing_since_s(output.request_id), ended_s)
+            except BUGS as error:
+                log.exception("a request's output could not be reported")
+                failed[output.request_id] = RequestFailed.by(error)
+    return failed
+
+
+def _report(
+    output: PromptScores | TokenOut,
+    frame: worker_pb2.WorkerFrame,
+    request_id: str,
+    computing_at_s: float | None,
+    ended_s: float,
+) -> None:
+    if isinstance(output, PromptScores):
+        frame.prompt_scores.append(scores_frame(request_id, output))
+        return
+    wire = token_frame(request_id, output)
+    if output.cached_tokens is not None and computing_at_s:
+        wire.computing_at_s, wire.sampled_at_s = computing_at_s, ended_s
+    frame.tokens.append(wire)

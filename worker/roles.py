@@ -6,15 +6,19 @@ without a pause and keeps weights, KV pool and prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvtransfer.control import FromAgent
 from tandem.engine.api import RequestEnd
-from tandem.errors import InputError, RequestCancelled, TandemError
+from tandem.errors import InputError, RequestCancelled, RequestFailed, TandemError
 from tandem.v1 import worker_pb2
-from worker.requests import RequestBook
+from worker.requests import BUGS, RequestBook
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,10 @@ class RoleHandler(Protocol):
 
     def owns(self, engine_id: str) -> bool:
         """Whether this role handles the request at present."""
+        ...
+
+    def request_of(self, ticket_id: str) -> str | None:
+        """The engine id of a handoff's request, if this role has it."""
         ...
 
     def cancel(self, engine_id: str, error: TandemError) -> None:
@@ -97,22 +105,47 @@ class RoleSet:
 
     def on_agent(self, rank: int, message: FromAgent) -> None:
         for role in self._roles:
-            role.on_agent(rank, message)
+            try:
+                role.on_agent(rank, message)
+            except BUGS as error:
+                log.exception("a transfer agent's message could not be handled", extra={"rank": rank})
+                if engine_id := role.request_of(getattr(message, "ticket_id", "")):
+                    self._fail(role, engine_id, RequestFailed.by(error))
 
     def on_agent_lost(self, rank: int) -> None:
         for role in self._roles:
-            role.on_agent_lost(rank)
+            self._guarded(partial(role.on_agent_lost, rank))
 
-    def after_step(self, ended: Sequence[RequestEnd]) -> None:
-        owners = [self._owner(end.request_id) for end in ended]
-        for role in self._roles:
-            owned = [end for end, owner in zip(ended, owners, strict=True) if owner is role]
-            if owned:
-                role.after_step(owned)
+    def after_step(self, ended: Sequence[RequestEnd], failed: Mapping[str, TandemError]) -> None:
+        """`failed`: requests whose output could not be reported, so they end too."""
+        for engine_id in failed.keys() - {end.request_id for end in ended}:
+            self._fail(self._owner(engine_id), engine_id, failed[engine_id])
+        for end in ended:
+            owner = self._owner(end.request_id)
+            error = failed.get(end.request_id)
+            try:
+                owner.after_step([end if error is None else RequestEnd(end.request_id, error=error)])
+            except BUGS as bug:
+                log.exception("the end of a request could not be handled")
+                self._fail(owner, end.request_id, RequestFailed.by(bug))
 
     def tick(self) -> None:
         for role in self._roles:
-            role.tick()
+            self._guarded(role.tick)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """A bug in one role's handling does not end the worker."""
+        try:
+            call()
+        except BUGS:
+            log.exception("a role failed")
+
+    def _fail(self, owner: RoleHandler, engine_id: str, error: TandemError) -> None:
+        try:
+            owner.cancel(engine_id, error)
+        except BUGS:  # then at least the router learns of it
+            log.exception("a request could not be ended")
+            self._requests.fail(engine_id, error)
 
     def _owner(self, engine_id: str) -> RoleHandler:
         return next((role for role in self._roles if role.owns(engine_id)), self._roles[-1])

@@ -18,7 +18,15 @@ from tandem.engine.output import Launched, StepOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Draw, Penalties, SequenceStep, StepInput
 from tandem.engine.step_work import StepWork
-from tandem.errors import InputError, InternalError, RequestFailed, TandemError, UnavailableError, WorkerLost
+from tandem.errors import (
+    HandoffError,
+    InputError,
+    InternalError,
+    RequestFailed,
+    TandemError,
+    UnavailableError,
+    WorkerLost,
+)
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
@@ -299,6 +307,12 @@ class Engine:
             self._end(sequence)
             flight.discarded.add(sequence)
             ended.append(RequestEnd(sequence.request_id, error=flight.failed[sequence]))
+        for request_id in output.failed_exports:  # also of requests that have ended here: their blocks are leased
+            for sequence in (chunk.sequence for chunk in plan.chunks if chunk.sequence.request_id == request_id):
+                if sequence not in flight.discarded:
+                    self._end(sequence)
+                    flight.discarded.add(sequence)
+            ended.append(RequestEnd(request_id, error=HandoffError("its KV blocks could not be exported: try again")))
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for sample, sequence in enumerate(sampling):
             if sequence not in flight.discarded:

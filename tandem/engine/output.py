@@ -37,6 +37,7 @@ class StepOutput:
     `logits`: None unless the host chooses. `logprobs`: by sequence, if requested and computed on the device. `scores`:
     for each sequence with scored tokens. `late`: sequences whose tokens were chosen after the device's, so a step
     launched ahead ran with other ones. `failed`: the error of sequences whose output the host could not complete.
+    `failed_exports`: requests, also of earlier steps, whose export could not be reported.
     """
 
     tokens: list[int | None]
@@ -45,6 +46,7 @@ class StepOutput:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     late: frozenset[int] = frozenset()
     failed: dict[int, Exception] = field(default_factory=dict)
+    failed_exports: frozenset[str] = frozenset()
 
 
 def best_of(logits: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class Launched:
 
     Args:
         rows: logits of the samples that the host chooses.
-        flush: waits until the step's exports are reported.
+        flush: waits until the step's exports are reported, and returns those that failed.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Launched:
         sampled: Sampled,
         rows: Tensor,
         scores: list[tuple[ScoredToken, ...]],
-        flush: Callable[[], None] | None,
+        flush: Callable[[], frozenset[str]] | None,
     ) -> None:
         self.tokens = sampled.tokens
         self._sequences = sequences  # that sample
@@ -94,10 +96,9 @@ class Launched:
         self._done = record_event(self.tokens.device)
 
     def wait(self) -> StepOutput:
-        """Waits until the device is done. Raises InternalError if the step's exports could not be reported."""
+        """Waits until the device is done. Raises InternalError if it failed."""
         self._done.synchronize()
-        if self._flush is not None:
-            self._flush()
+        failed_exports = self._flush() if self._flush is not None else frozenset[str]()
         tokens, rows, *logprobs = self._copies
         chosen = tokens.tolist()
         late: set[int] = set()
@@ -116,6 +117,7 @@ class Launched:
             self._logprobs({sample: chosen[sample] for sample in late - failed.keys()}, *logprobs) if logprobs else {},
             frozenset(late),
             failed,
+            failed_exports,
         )
 
     def _logprobs(self, late: dict[int, int], of_tokens: Tensor, ids: Tensor, top: Tensor) -> dict[int, Logprobs]:
@@ -142,7 +144,7 @@ def launched(
     best: Tensor,
     last: Tensor,
     scores: list[tuple[ScoredToken, ...]],
-    flush: Callable[[], None] | None = None,
+    flush: Callable[[], frozenset[str]] | None = None,
 ) -> Launched:
     """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each."""
     sampling = [sequence for sequence in sequences if sequence.samples]
