@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from threading import Lock
 from typing import Protocol
 
 PROMPT_TAIL_TOKENS = 5  # context for decoders that treat a text's first token differently (leading spaces)
 MAX_PENDING_TOKENS = 8  # a character has at most 4 byte tokens; a longer run that ends in U+FFFD is not UTF-8
+MAX_AUTOMATA_BYTES = 8 << 20
+STATE_BYTES = 448  # of an automaton, at most: its dict, its numbers, and its character in the key
 _INCOMPLETE = "\ufffd"
 _TAIL_TOKENS = 3  # an incomplete character at the end takes at most 3 byte tokens
 
@@ -118,10 +120,39 @@ class StopAutomaton:
         return edges[state].get(char, 0)
 
 
-@lru_cache(maxsize=64)  # most clients send the same strings again
-def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Takes up to 7 ms for the most that a request may have."""
-    return StopAutomaton(stops)
+class AutomatonCache:
+    """Most clients send the same stop strings again. Keeps the automata used last, within `max_bytes`. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.kept_bytes = 0
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, stops: tuple[str, ...]) -> StopAutomaton:
+        """Takes up to 7 ms for the most that a request may have."""
+        with self._lock:
+            if (found := self._kept.get(stops)) is not None:
+                self._kept.move_to_end(stops)
+                return found
+        made = StopAutomaton(stops)
+        with self._lock:
+            if stops not in self._kept:
+                self._kept[stops] = made
+                self.kept_bytes += _kept_bytes(made)
+            while self.kept_bytes > self._max_bytes:
+                self.kept_bytes -= _kept_bytes(self._kept.popitem(last=False)[1])
+        return made
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _kept_bytes(automaton: StopAutomaton) -> int:
+    return STATE_BYTES * len(automaton.edges)
+
+
+stop_automaton = AutomatonCache(MAX_AUTOMATA_BYTES).get
 
 
 class StopStrings:

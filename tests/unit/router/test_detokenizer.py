@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.detokenizer import Detokenizer, StopAutomaton, StopStrings
+from router.requests.detokenizer import STATE_BYTES, AutomatonCache, Detokenizer, StopAutomaton, StopStrings
 
 
 class ByteDecoder:
@@ -147,3 +148,49 @@ def test_the_cost_of_a_text_does_not_depend_on_the_number_of_stop_strings(
     assert "".join(stops.push(text[at : at + 7]).text for at in range(0, len(text), 7)) + stops.flush() == text
     assert steps == len(text)
     assert automaton.shorter.reads <= len(text)
+
+
+def held_bytes(automaton: StopAutomaton, stops: tuple[str, ...]) -> int:
+    """All objects that an automaton and its key hold, each once."""
+    numbers = (automaton.depth, automaton.longest, automaton.shorter)
+    parts: list[object] = [automaton.edges, *automaton.edges, *numbers, stops, *stops]
+    parts += [each for edges in automaton.edges for pair in edges.items() for each in pair]
+    parts += [each for each_list in numbers for each in each_list]
+    return sum(map(sys.getsizeof, {id(part): part for part in parts}.values()))
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        tuple(chr(97 + each) * 256 for each in range(16)),
+        tuple(chr(0x4E00 + 256 * each) + "".join(map(chr, range(0x4E01, 0x4F00))) for each in range(16)),
+        tuple(chr(0x1F600 + each) + chr(0x1F600) * 255 for each in range(16)),
+        ("a",),
+    ],
+    ids=["ascii", "cjk", "emoji", "short"],
+)
+def test_a_kept_automaton_is_counted_with_no_less_than_it_holds(stops: tuple[str, ...]) -> None:
+    cache = AutomatonCache(1 << 30)
+    automaton = cache.get(stops)
+    beside = 2048  # of the empty lists and the tuple
+    assert held_bytes(automaton, stops) <= cache.kept_bytes + beside
+
+
+def test_automata_are_kept_within_a_size_the_last_used_ones() -> None:
+    def stops(number: int) -> tuple[str, ...]:
+        return (chr(97 + number) * 99,)  # 100 states
+
+    cache = AutomatonCache(3 * 100 * STATE_BYTES)
+    first, second, third = (cache.get(stops(number)) for number in range(3))
+    assert cache.get(stops(0)) is first
+    cache.get(stops(3))
+    assert (len(cache), cache.kept_bytes) == (3, 3 * 100 * STATE_BYTES)
+    assert cache.get(stops(0)) is first
+    assert cache.get(stops(2)) is third
+    assert cache.get(stops(1)) is not second
+
+
+def test_an_automaton_larger_than_the_cache_is_made_and_not_kept() -> None:
+    cache = AutomatonCache(STATE_BYTES)
+    assert cache.get(("abc",)).longest[3] == 3
+    assert (len(cache), cache.kept_bytes) == (0, 0)
