@@ -20,7 +20,8 @@ from tandem.config.spec import Role
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
+TICK_S = 0.25  # at most, between two looks; one is made when the first silence reaches its limit
+LEAST_TICK_S = 0.001
 LATE_TICK_S = 0.5  # a tick later than this says nothing about the workers: the router was busy
 
 
@@ -42,9 +43,12 @@ class HealthWatch:
 
     def wake(self) -> None:
         """Starts the timer: a worker has requests or is unhealthy."""
+        self._look_in(TICK_S)
+
+    def _look_in(self, delay_s: float) -> None:
         if self._timer is None and not self._closed:
-            self._due_s = self._clock.now_s() + TICK_S
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._due_s = self._clock.now_s() + delay_s
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def close(self) -> None:
         self._closed = True
@@ -62,7 +66,8 @@ class HealthWatch:
             for each in busy:
                 each.link.progress.excuse(late_s)
         board, changes = self._fleet.health, self._fleet.health.changes
-        for action in board.check(now_s, [each for each in map(partial(self._silence, now_s), busy) if each]):
+        silences = [each for each in map(partial(self._silence, now_s), busy) if each]
+        for action in board.check(now_s, silences):
             worker = self._fleet.worker(action.key.worker_id, action.key.epoch)
             match action:
                 case MigrateRequests(silent_s=silent_s) if worker is not None:
@@ -72,7 +77,8 @@ class HealthWatch:
         if board.changes != changes:
             self._on_change()
         if busy or not board.all_healthy():
-            self.wake()
+            left_s = min((each.left_s for each in silences if each.left_s > 0.0), default=TICK_S)
+            self._look_in(min(TICK_S, max(LEAST_TICK_S, left_s)))
 
     def _silence(self, now_s: float, worker: Worker) -> Silence | None:
         progress = worker.link.progress

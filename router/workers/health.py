@@ -23,6 +23,8 @@ from router.prefix_index.mirror import WorkerKey
 from tandem.config.spec import Role
 from tandem.errors import InternalError
 
+TIME_GRAIN_S = 1e-6  # sums of times are not exact
+
 
 class HealthState(StrEnum):
     HEALTHY = "healthy"
@@ -79,6 +81,12 @@ class Silence:
     silent_s: float
     limit_s: float
     stepped_at_s: float | None = None  # the last step or answer that it reported
+
+    @property
+    def left_s(self) -> float:
+        """Until it is too long; 0: it is."""
+        left_s = self.limit_s - self.silent_s
+        return left_s if left_s > TIME_GRAIN_S else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +317,7 @@ class HealthBoard:
         return asked and silence.stepped_at_s is not None and silence.stepped_at_s > worker.ejected_s
 
     def _judge_silence(self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float) -> None:
-        if silence is not None and silence.silent_s > silence.limit_s:
+        if silence is not None and not silence.left_s:
             asked = worker.state is HealthState.PROBATION and not worker.admitted  # a canary will tell
             if worker.state is not HealthState.EJECTED and not asked:
                 self._eject_now(key, worker, EjectReason.STALLED, now_s)
@@ -322,7 +330,7 @@ class HealthBoard:
 
     def _is_emptied(self, key: WorkerKey, worker: WorkerHealth, silence: Silence) -> bool:
         """Whether the worker is stalled and its requests are better off elsewhere."""
-        if silence.silent_s <= silence.limit_s:
+        if silence.left_s:
             return False
         is_hopeless = silence.silent_s > self.rules.hopeless_factor * silence.limit_s
         return is_hopeless or any(peer.is_in for peer in self._peers(key, worker.pool))

@@ -36,7 +36,8 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed":
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 ROUNDS = 20 if SOAK else 1
 GAP_S = 3.0
-OUT_WITHIN_S = 6.0 if SOAK else 30.0  # 5.2 s measured: the stall of 5 s, and the look that finds it
+# 5.01 s measured. The rest is the machine's noise; tests/unit/router/test_health.py tests the exact time.
+OUT_WITHIN_S = 5.0 + (0.1 if SOAK else 25.0)
 
 
 @dataclass
@@ -175,7 +176,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
 @pytest.mark.slow
-@pytest.mark.acceptance(3, here="a decode worker, out after 5.2 s", soak="both roles, within 6 s")
+@pytest.mark.acceptance(3, here="a decode worker, out after 5.0 s", soak="both roles, within 5.1 s")
 async def test_a_frozen_engine_is_out_and_back_after_a_canary(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, role: Role
 ) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 
 from router.prefix_index.mirror import WorkerKey
+from router.probes.health_watch import HealthWatch
 from router.workers.health import (
+    TIME_GRAIN_S,
     EjectReason,
     HealthAction,
     HealthBoard,
@@ -54,8 +59,8 @@ def canaries(actions: list[HealthAction]) -> list[WorkerKey]:
         (0.0, HealthState.HEALTHY, False, True),
         (2.5, HealthState.HEALTHY, False, True),
         (2.6, HealthState.SUSPECT, False, False),
-        (5.0, HealthState.SUSPECT, False, False),
-        (5.1, HealthState.EJECTED, True, False),
+        (4.99, HealthState.SUSPECT, False, False),
+        (5.0, HealthState.EJECTED, True, False),
     ],
 )
 def test_a_silent_worker_gets_nothing_new_and_is_then_out(
@@ -476,3 +481,56 @@ def test_a_step_before_the_ejection_proves_nothing() -> None:
     board.check(10.0, [silent(D0, 6.0)])
     board.check(11.0, [Silence(D0, 0.5, LIMIT_S, 4.0)])
     assert not board.admits(D0, 0)
+
+
+class VirtualLoop:
+    """Time passes only from one timer to the next."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> SimpleNamespace:
+        self._timers.append((self.time_s + delay_s, call))
+        return SimpleNamespace(cancel=lambda: None)
+
+    def step(self) -> None:
+        self._timers.sort(key=lambda timer: timer[0])
+        self.time_s, call = self._timers.pop(0)
+        call()
+
+
+@pytest.mark.parametrize("last_sign_s", [0.0, 0.07, 0.125, 0.2499, 1 / 3, 0.2 + 0.1])
+@pytest.mark.parametrize("reports_for_s", [0.0, 1.7])
+def test_a_frozen_worker_is_out_and_empty_exactly_when_its_silence_is_as_long_as_allowed(
+    monkeypatch: pytest.MonkeyPatch, last_sign_s: float, reports_for_s: float
+) -> None:
+    """Whenever it froze between two looks, and whatever it reported before."""
+    loop, board, stall_s = VirtualLoop(), board_of(2), 5.0
+    monkeypatch.setattr("router.probes.health_watch.asyncio.get_running_loop", lambda: loop)
+    emptied: list[float] = []
+    progress = Progress()
+    link = SimpleNamespace(
+        ready=True, idle=False, progress=progress, fail_requests=lambda reason: emptied.append(loop.time_s)
+    )
+    worker = SimpleNamespace(key=D0, link=link, account=SimpleNamespace(prefill_tokens=0))
+    fleet = SimpleNamespace(workers=lambda: [worker], worker=lambda *key: worker, health=board)
+    metrics = SimpleNamespace()
+    watch = HealthWatch(fleet, metrics, loop, stall_s, on_change=lambda: None)  # type: ignore[arg-type]
+    progress.work_started(loop.time_s)
+    watch.wake()
+    froze_s = loop.time_s + reports_for_s + last_sign_s
+    while loop.time_s < froze_s:
+        loop.step()
+        progress.load_reported(
+            min(loop.time_s, froze_s), steps=round(loop.time_s * 100), has_work=True, waiting_tokens=0
+        )
+    progress.load_reported(froze_s, steps=-1, has_work=True, waiting_tokens=0)
+    while board.state(D0) is not HealthState.EJECTED:
+        loop.step()
+        assert loop.time_s <= froze_s + stall_s + TIME_GRAIN_S
+    assert loop.time_s == pytest.approx(froze_s + stall_s, abs=TIME_GRAIN_S)
+    assert emptied == [loop.time_s]
