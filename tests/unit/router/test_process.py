@@ -1,29 +1,35 @@
 """The router as the cluster starts it: a process of its own."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from router.testing.controller import StubController
-from router.testing.stub_worker import StubWorker, until
+from router.testing.stub_worker import StubWorker, script, until
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import Role, RouterSpec
+from tandem.errors import TandemError, UnavailableError
+from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceStub
 
 TIMEOUT_S = 20
 
 
-def launch_file(folder: Path, model_dir: Path, controller: str, **ports: int) -> Path:
+def launch_file(folder: Path, model_dir: Path, controller: str, *, drain_timeout_s: float = 30.0, **ports: int) -> Path:
     served = ServedModel(name="tiny", model_dir=str(model_dir), model_fingerprint="f", block_tokens=16)
     launch = RouterLaunch(
         cluster="test",
         router_id="router-0",
-        router=RouterSpec(**ports),
+        router=RouterSpec(drain_timeout_s=drain_timeout_s, **ports),
         models=(served,),
         controller_address=controller,
         redis_url=None,
@@ -131,5 +137,64 @@ async def test_while_it_drains_it_is_not_ready_and_takes_nothing_new(tmp_path: P
     async with asyncio.timeout(TIMEOUT_S):
         assert await process.wait() == 0
     assert len(worker.frames("generate")) == 1
+    await worker.kill()
+    await controller.stop()
+
+
+@pytest.mark.acceptance(31, here="a router's: a stream, a whole answer, and both over gRPC")
+async def test_answers_that_outlast_the_drain_of_their_router_end_with_an_error_of_their_protocol(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    controller, worker = StubController(), StubWorker("d0", Role.DECODE, "tiny")
+    await controller.start()
+    await worker.start()
+    await controller.set_workers(worker)
+    http_port, grpc_port = free_port(), free_port()
+    path = launch_file(
+        tmp_path, model_dir, controller.address, drain_timeout_s=0.3, http_port=http_port, grpc_port=grpc_port
+    )
+    process = await start(path)
+    worker.behaviour.answer, worker.behaviour.token_delay_s = script([70] * 1000), 0.05
+    body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 1000}
+    events: list[str] = []
+    messages: list[pb.GenerateResponse] = []
+
+    async def stream() -> None:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200
+            events.extend([line async for line in answer.aiter_lines() if line])
+
+    async def generate() -> TandemError | None:
+        request = pb.GenerateRequest(prompt="Hello there", sampling=pb.SamplingParams(max_tokens=1000))
+        try:
+            async for message in InferenceStub(channel).Generate(request):
+                messages.append(message)
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error)
+        return None
+
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=TIMEOUT_S) as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+    ):
+        await until_ready(client)
+        streamed, generated = asyncio.create_task(stream()), asyncio.create_task(generate())
+        whole = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: len(worker.frames("generate")) == 3 and len(messages) > 3)
+        process.send_signal(signal.SIGTERM)
+        answer = await whole
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["retry-after"] == "1"
+        await streamed
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert len(events) > 1, "what there was came before"
+        assert not any('"finish_reason":"' in event for event in events)
+        assert isinstance(await generated, UnavailableError)
+        assert not any(message.HasField("finished") for message in messages)
+    async with asyncio.timeout(TIMEOUT_S):
+        _, stderr = await process.communicate()
+    assert process.returncode == 0
+    assert "requests were cut off by the stop" in stderr.decode()
+    assert len(worker.cancelled) == 3, "the worker computes nothing for them any more"
     await worker.kill()
     await controller.stop()
