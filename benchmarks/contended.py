@@ -4,7 +4,8 @@
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `health.false_ejections`: workers
 that routers ejected under mixed load. `overload.contended_admitted_failed`: requests that were not refused with 429 and
-ended with an error, at more load than the cluster can serve. docs/performance-method.md explains them.
+ended with an error, at more load than the cluster can serve. `overload.refuse_p99_ms`: how long those that were refused
+with 429 waited for it. docs/performance-method.md explains them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, say, spec_of
+from benchmarks.serving import percentile
 from tandem.testing.models import write_tiny_llama
 
 MIXED_S, OVERLOAD_S = 0.5, 0.005  # between two requests
@@ -48,20 +51,31 @@ def taken_cores() -> Iterator[None]:
                 each.kill()
 
 
-async def ask(http: httpx.AsyncClient, rng: random.Random, ends: Counter[str]) -> None:
+@dataclass(slots=True)
+class Ends:
+    """How requests ended, and how long each refused one took."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    refused_ms: list[float] = field(default_factory=list)
+
+
+async def ask(http: httpx.AsyncClient, rng: random.Random, ends: Ends) -> None:
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, LONGEST_PROMPT))]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": rng.randint(1, LONGEST_ANSWER), "temperature": 0}
+    asked_s = time.monotonic()
     try:
         reply = await http.post("/v1/completions", json=body)
     except httpx.HTTPError as error:
-        ends[type(error).__name__] += 1
+        ends.counts[type(error).__name__] += 1
         return
-    ends["answered" if reply.is_success else f"{reply.status_code} {reply.json()['error']['code']}"] += 1
+    if reply.status_code == 429:
+        ends.refused_ms.append(1000 * (time.monotonic() - asked_s))
+    ends.counts["answered" if reply.is_success else f"{reply.status_code} {reply.json()['error']['code']}"] += 1
 
 
-async def offer(address: str, every_s: float, for_s: float) -> tuple[Counter[str], int]:
+async def offer(address: str, every_s: float, for_s: float) -> tuple[Ends, int]:
     """How requests ended that came at this pace, and how many workers were ejected."""
-    ends: Counter[str] = Counter()
+    ends = Ends()
     rng, limits = random.Random(1), httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=300.0, limits=limits) as http:
         until_s = time.monotonic() + for_s
@@ -79,15 +93,17 @@ async def measure(minutes: float, folder: Path) -> None:
     model = {"models.0.source": str(write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, layers=LAYERS))}
     async with live(spec_of(1, 2, model)) as cluster:
         ends, ejections = await offer(cluster.routers[0][0], MIXED_S, minutes * 60)
-    say(f"mixed load: {dict(ends)}, {ejections} ejections")
+    say(f"mixed load: {dict(ends.counts)}, {ejections} ejections")
     print(Figure("health.false_ejections", ejections, "ejections", None, None).line(), flush=True)
     async with live(spec_of(1, 2, model | OVERLOADED)) as cluster:
         ends, ejections = await offer(cluster.routers[0][0], OVERLOAD_S, minutes * 60)
-    say(f"overload: {dict(ends)}, {ejections} ejections")
-    if not any(end.startswith("429") for end in ends):
+    say(f"overload: {dict(ends.counts)}, {ejections} ejections")
+    if not ends.refused_ms:
         raise RuntimeError("no request was refused, so there was no overload: take a machine with more cores")
-    failed = sum(count for end, count in ends.items() if end != "answered" and not end.startswith("429"))
+    failed = sum(count for end, count in ends.counts.items() if end != "answered" and not end.startswith("429"))
     print(Figure("overload.contended_admitted_failed", failed, "requests", None, None).line(), flush=True)
+    p99_ms = round(percentile(ends.refused_ms, 0.99), 1)
+    print(Figure("overload.refuse_p99_ms", p99_ms, "ms", None, None).line(), flush=True)
 
 
 def main() -> int:

@@ -1,14 +1,22 @@
 """Admission on the wire: what clients are told when there is no room or no time. Who is refused: test_core_queue.py."""
 
 import asyncio
+import json
 import time
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import grpc
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
+from router.edge.grpc import InferenceEdge
+from router.edge.http import HttpEdge
+from router.edge.keyed_grpc import KeyedCalls
+from router.edge.limits.calls import CallLimit
 from router.testing.stub_worker import until
-from tandem.config.spec import RouterSpec
+from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.errors import DeadlineExceeded, InputError, OverloadedError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2 as pb
@@ -44,6 +52,47 @@ async def at_rest(cluster: Cluster) -> None:
 
 
 # ---- refusals
+
+
+class TestContended:
+    """While the router has all the work that it admits: many answers run, and its queue is full."""
+
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(http_port=0, grpc_port=0, max_queued_requests=20, disaggregation=Disaggregation.NEVER)
+
+    @pytest.fixture
+    async def full(self, cluster: Cluster) -> AsyncIterator[Cluster]:
+        cluster.decode.behaviour.hold_prefills = True
+        clients = [post(cluster, {}) for _ in range(20)]
+        await until(lambda: len(cluster.decode.frames("generate")) == 20, 20.0)
+        await cluster.list_workers()  # what runs goes on
+        clients += [post(cluster, {}) for _ in range(20)]
+        await until(lambda: len(cluster.app.dispatcher.queue) == 20, 20.0)
+        yield cluster
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def test_a_refusal_is_decided_in_the_turn_of_the_event_loop_that_read_its_request(
+        self, full: Cluster
+    ) -> None:
+        """However much runs and waits: `send` runs the handler until it would wait for anything."""
+        edge = HttpEdge(full.app.service, max_body_bytes=1 << 16)
+        frames = len(full.decode.received)
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": json.dumps(body()).encode()}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "request_id": "r"}
+        with pytest.raises(OverloadedError):
+            edge.completions(Request(scope, receive)).send(None)
+        call = InferenceEdge(full.app.service, CallLimit(1), cast(KeyedCalls, None))._generate(
+            pb.GenerateRequest(prompt="Hi"), lambda name: None, None, None
+        )
+        with pytest.raises(OverloadedError):
+            call.asend(None).send(None)
+        assert len(full.decode.received) == frames, "nor is admitted work placed meanwhile"
 
 
 class TestFullQueue:
