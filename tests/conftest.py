@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.request import SamplingParams
+from tandem.testing.disks import SmallDisk, small_disk
 from tandem.sampling.sampler import choose
 from tandem.testing.models import write_tiny_llama
 from tandem.token_history import TokenHistory
@@ -217,6 +218,16 @@ class Authority:
 
     def _write(self, path: Path, certificate: x509.Certificate) -> None:
         path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A file system of 2 MB."""
+    try:
+        with small_disk(tmp_path / "disk", 2 << 20) as found:
+            yield found
+    except PermissionError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

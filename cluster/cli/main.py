@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import planning
+from cluster.cli.options.audit import audit
 from cluster.cli.options.keys import keys
 from cluster.cli.options.shared import Address, ClusterName, Config, Json, Model, ServedName, Settings, Tls
 from cluster.cli.options.trace import traces
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 
 app.add_typer(keys, name="keys")
+app.add_typer(audit, name="audit")
 app.add_typer(traces, name="trace")
 
 GrpcAddress = Annotated[

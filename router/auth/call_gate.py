@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from router.auth.audit import AuditLine, AuditLog, utc_now
 from router.auth.call import Call
 from router.auth.jwt_tokens import UnknownSigningKey
 from router.auth.principal import AccessLevel, CacheSalts
@@ -13,24 +12,31 @@ from router.auth.rate_limits import RateLimiter
 from router.auth.sources import KeySources
 from tandem.clock import Clock
 from tandem.config.auth import AuthSpec
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import TandemError
+from tandem.telemetry.audit import AuditLine, AuditLog, utc_now
 
 
 class CallGate:
     """Args:
+    router_id: names this process in the audit log's chain.
     salt_secret: the cluster's secret for cache salts; None: a secret of this router alone.
     on_refused: called for each call that fails authentication.
     """
 
     def __init__(
-        self, auth: AuthSpec, salt_secret: str | None, clock: Clock, on_refused: Callable[[TandemError], None]
+        self,
+        auth: AuthSpec,
+        router_id: str,
+        salt_secret: str | None,
+        clock: Clock,
+        on_refused: Callable[[TandemError], None],
     ) -> None:
         """Reads the files that `auth` names. Raises ConfigError."""
         self._clock = clock
         self._on_refused = on_refused
         self._sources = KeySources(auth, clock) if auth.required else None
         self._limiter = RateLimiter(clock)
-        self._audit = None if auth.audit_log is None else _audit_log(auth.audit_log)
+        self._audit = AuditLog.of(auth, router_id)
         self.salts = CacheSalts(salt_secret or secrets.token_hex(32))
         self.is_watching = auth.required or self._audit is not None  # else the edges create no calls
 
@@ -50,6 +56,7 @@ class CallGate:
     async def authenticate(self, call: Call, authorization: str | None) -> None:
         """Sets the principal. Raises Unauthenticated, PermissionDenied, UnavailableError."""
         try:
+            self._require_audit(call)
             try:
                 self.authenticate_again(call, authorization)
             except UnknownSigningKey:
@@ -62,6 +69,13 @@ class CallGate:
             self._on_refused(error)
             raise
 
+    def _require_audit(self, call: Call) -> None:
+        if self._audit is None:
+            return
+        call.is_unlogged = True
+        self._audit.require_room()
+        call.is_unlogged = False
+
     def authenticate_again(self, call: Call, authorization: str | None) -> None:
         """As `authenticate`, with the keys that are loaded: a key may have expired since the call began."""
         if self._sources is not None:
@@ -71,7 +85,7 @@ class CallGate:
     def finish(self, call: Call) -> None:
         """Its answer is complete, and its requests have ended."""
         self._limiter.spend_tokens(call.principal, call.completion_tokens)
-        if self._audit is not None:
+        if self._audit is not None and not call.is_unlogged:
             self._audit.write(
                 AuditLine(
                     time=utc_now(),
@@ -89,11 +103,3 @@ class CallGate:
                     duration_s=round(self._clock.now_s() - call.began_s, 6),
                 )
             )
-
-
-def _audit_log(target: str) -> AuditLog:
-    try:
-        return AuditLog(target)
-    except OSError as error:
-        field = "security.auth.audit_log"
-        raise ConfigError(f"{field}: {target}: {error.strerror}", field=field) from None

@@ -14,6 +14,8 @@ from tandem.config.frozen import Frozen
 PerMinute = Annotated[int, Field(ge=1, le=1 << 40)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 
+STDOUT = "stdout"  # an audit_log that is no file
+
 # Asymmetric algorithms only: the router holds public keys, so a stolen router configuration cannot sign tokens.
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
@@ -102,7 +104,24 @@ class AuthSpec(Frozen):
         "503, because a revocation would not be seen.",
     )
     audit_log: Name | None = Field(
-        None, description="File, or `stdout`, for one JSON line per request: the caller and the outcome."
+        None,
+        description="File, or `stdout`, for one JSON line per request and per change that an operator asks of the "
+        "controller: the caller and the outcome.",
+    )
+    audit_lossless: bool = Field(
+        False,
+        description="true: while a file audit_log cannot be written, calls are refused with 503, and what is not "
+        "written yet waits. false: lines are lost then, and their number is logged.",
+    )
+    audit_chained: bool = Field(
+        False,
+        description="true: each line of a file audit_log vouches for the lines before it; `tandem audit verify` finds "
+        "the first one that was altered, removed or moved.",
+    )
+    audit_key_file: Name | None = Field(
+        None,
+        description="File with the key of audit_chained, of at least 32 bytes; without the key no chain can be made "
+        "anew. Unset: SHA-256 without a key.",
     )
 
     @property
@@ -118,6 +137,17 @@ class AuthSpec(Frozen):
             )
         if self.mode is AuthMode.NONE and has_means:
             raise ValueError("security.auth.mode: expected required (or unset) with keys_file or jwt")
+        return self
+
+    @model_validator(mode="after")
+    def _audit_fits(self) -> AuthSpec:
+        for field, is_set in (("audit_lossless", self.audit_lossless), ("audit_chained", self.audit_chained)):
+            if is_set and self.audit_log in (None, STDOUT):
+                raise ValueError(
+                    f"security.auth.{field}: expected a file as security.auth.audit_log, got {self.audit_log or 'none'}"
+                )
+        if self.audit_key_file is not None and not self.audit_chained:
+            raise ValueError("security.auth.audit_key_file: expected together with security.auth.audit_chained")
         return self
 
     def check_hosts(self, hosts: dict[str, str]) -> None:

@@ -238,7 +238,7 @@ async def test_keys_roll_over_and_an_unreachable_issuer_leaves_the_old_keys(issu
     url = f"http://127.0.0.1:{issuer.server_port}/keys"
     clock = FakeClock()
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=url))
-    calls = CallGate(auth, None, clock, lambda refused: None)
+    calls = CallGate(auth, "router-0", None, clock, lambda refused: None)
 
     async def authenticate(given: str) -> str:
         call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")
