@@ -134,7 +134,11 @@ class RouterApp:
     def _new_service(self) -> RouterService:
         launch, clock = self._launch, self._clock
         self._calls = CallGate(
-            launch.auth, launch.router_id, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
+            launch.auth,
+            launch.router_id,
+            launch.salt_secret,
+            clock,
+            lambda refused: self.metrics.rejected("", refused.code),
         )
         sample_ratio = launch.observability.tracing.sample_ratio if self._export else None
         return RouterService(

@@ -17,8 +17,8 @@ from cryptography.x509.oid import NameOID
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.request import SamplingParams
-from tandem.testing.disks import SmallDisk, small_disk
 from tandem.sampling.sampler import choose
+from tandem.testing.disks import SmallDisk, small_disk
 from tandem.testing.models import write_tiny_llama
 from tandem.token_history import TokenHistory
 from tests.acceptance_results import AcceptanceResults

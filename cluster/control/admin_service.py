@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, cast
 
 import grpc.aio
@@ -14,17 +15,21 @@ from cluster.control.pool_scaler import PoolScaler
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
 from cluster.control.workers import Workers
+from router.auth.grpc_gate import source_of
 from router.edge.limits.grpc import GuardedServer
-from tandem.errors import TandemError
+from tandem.config.auth import is_loopback
+from tandem.errors import ErrorCode, TandemError
 from tandem.rpc.grpc_errors import abort
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
+from tandem.telemetry.audit import AuditLine, AuditLog, utc_now
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 
+SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 READERS = frozenset({Identity.ADMIN, Identity.CONTROLLER, Identity.ROUTER})
 ADMINS = frozenset({Identity.ADMIN, Identity.CONTROLLER})
 ALLOWED: dict[str, frozenset[Identity]] = {
-    f"/{cluster_pb2.DESCRIPTOR.services_by_name['Cluster'].full_name}/{method}": identities
+    f"/{SERVICE}/{method}": identities
     for method, identities in {
         "Register": frozenset({Identity.WORKER}),
         "WatchDirectory": READERS | {Identity.WORKER},
@@ -44,10 +49,13 @@ ALLOWED: dict[str, frozenset[Identity]] = {
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_CALLS = 4096  # each worker and router holds one WatchDirectory call open
 CLIENT_TIMEOUT_S = 30.0
+AUDIT_WAIT_S = 5.0  # for the line of a call, if the log is lossless: then the call is answered, and the line waits on
+MAX_DETAILS_CHARS = 1000
 
 
 class AdminService(cluster_pb2_grpc.ClusterServicer):
-    """`stop_requested` is set when `tandem` asks for a shutdown."""
+    """`stop_requested` is set when `tandem` asks for a shutdown. `audit`, if set, gets a line for each call that asks
+    for a change."""
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         self._applier = applier
         self._status = status
         self._stop_requested = stop_requested
+        self.audit: AuditLog | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         guarded = cast(grpc.aio.Server, GuardedServer(server, MAX_CALLS, CLIENT_TIMEOUT_S))
@@ -126,28 +135,104 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
         prefill = request.prefill if request.HasField("prefill") else None
         decode = request.decode if request.HasField("decode") else None
-        try:
+        asked = f"prefill {'as is' if prefill is None else prefill}, decode {'as is' if decode is None else decode}"
+        async with self._audited(context, "Scale", [asked], request.model) as details:
             actions = await self._scaler.scale(request.model, prefill, decode)
-        except TandemError as error:
-            await abort(context, error)
+            details += actions
         return cluster_pb2.ScaleResponse(actions=actions)
 
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: Context
     ) -> cluster_pb2.DrainWorkerResponse:
-        try:
+        asked = [request.worker_id, "restart" if request.restart else "remove"]
+        async with self._audited(context, "DrainWorker", asked):
             await self._scaler.drain(request.worker_id, restart=request.restart, move=not request.wait_for_ends)
-        except TandemError as error:
-            await abort(context, error)
         return cluster_pb2.DrainWorkerResponse()
 
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Context) -> cluster_pb2.ApplyResponse:
-        try:
+        async with self._audited(context, "Apply", ["dry run"] if request.dry_run else []) as details:
             changes = await self._applier.apply(request.spec, dry_run=request.dry_run)
-        except TandemError as error:
-            await abort(context, error)
+            details += changes
         return cluster_pb2.ApplyResponse(changes=changes)
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:
-        self._stop_requested.set()
+        async with self._audited(context, "Shutdown", []):
+            self._stop_requested.set()
         return cluster_pb2.ShutdownResponse()
+
+    def refused(self, method: str, context: Context) -> None:
+        """The caller's certificate is not of a role that may call the method."""
+        if self.audit is not None:
+            name = method.removeprefix(f"/{SERVICE}/")
+            self.audit.write(_line(context, name, "", [], ErrorCode.PERMISSION_DENIED, 0.0))
+
+    @asynccontextmanager
+    async def _audited(
+        self, context: Context, method: str, details: list[str], model: str = ""
+    ) -> AsyncIterator[list[str]]:
+        """Aborts the call with a TandemError of its body, and writes its line. `details` may grow in the body."""
+        if self.audit is None:
+            try:
+                yield details
+            except TandemError as error:
+                await abort(context, error)
+            return
+        try:
+            self.audit.require_room()
+        except TandemError as error:
+            await abort(context, error)  # without a line: there is no room for one
+        began_s, refusal, code = time.monotonic(), None, None
+        try:
+            yield details
+        except TandemError as error:
+            refusal, code = error, error.code
+        except asyncio.CancelledError:
+            code = ErrorCode.CANCELLED
+            raise
+        except Exception:
+            code = ErrorCode.INTERNAL
+            raise
+        finally:
+            line = _line(context, method, model, details, code, time.monotonic() - began_s)
+            await _written(self.audit, line)
+        if refusal is not None:
+            await abort(context, refusal)
+
+
+async def _written(audit: AuditLog, line: AuditLine) -> None:
+    """Returns when the line is written, if the log is lossless, but after AUDIT_WAIT_S in any case."""
+    written, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_written() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(written.set)
+
+    audit.write(line, on_written)
+    if audit.is_lossless:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(AUDIT_WAIT_S):
+                await written.wait()
+
+
+def _line(
+    context: Context, method: str, model: str, details: list[str], code: ErrorCode | None, duration_s: float
+) -> AuditLine:
+    source = source_of(context)
+    shown = (context.auth_context() or {}).get("peer_uri", ())
+    names = ", ".join(sorted(name.decode("utf-8", "replace") for name in shown))
+    return AuditLine(
+        time=utc_now(),
+        request_id="",
+        trace_id="",
+        key_id=names or ("local" if is_loopback(source) else ""),
+        tenant="",
+        source=source,
+        method=f"/{SERVICE}/{method}",
+        model=model,
+        outcome="ok" if code is None else "cancelled" if code is ErrorCode.CANCELLED else "rejected",
+        code=None if code is None else code.value,
+        prompt_tokens=0,
+        completion_tokens=0,
+        duration_s=round(duration_s, 6),
+        details="; ".join(details)[:MAX_DETAILS_CHARS],
+    )

@@ -31,11 +31,13 @@ from cluster.control.workers import Workers
 from cluster.keeper.keeper import KeeperCalls
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, check_ports
+from tandem.config.observability import LogTarget
 from tandem.config.spec import Role
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
 from tandem.rpc.identity import Identity
+from tandem.telemetry.audit import AuditLog
 from tandem.version import tandem_version
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,8 @@ class Controller:
         await self._backend.open()
         self.opened.set()
         record = self._read_record(await self._backend.kept())
+        auth = self.spec.security.auth
+        self._admin_service.audit = AuditLog.of(auth, Identity.CONTROLLER, must_open=record is None)
         await self._redis.start()
         if record is not None:
             await self._resume(record)
@@ -199,9 +203,11 @@ class Controller:
                 progress(f"waiting for {pending}")
                 reported = pending
             if asyncio.get_running_loop().time() > deadline_s:
+                to_stdout = self.spec.observability.logs.target is LogTarget.STDOUT
+                where = "on standard output" if to_stdout else f"in {self.log_dir}"
                 raise UnavailableError(
                     f"control.start_timeout_s: not ready within {timeout_s:g} s, still waiting for {pending}; the logs "
-                    f"are in {self.log_dir}"
+                    f"are {where}"
                 )
             await asyncio.sleep(poll_s)
 
@@ -217,6 +223,8 @@ class Controller:
         await self._redis.stop()
         if self._admin is not None:
             await self._admin.stop(grace=0.2)
+        if self._admin_service.audit is not None:
+            await asyncio.to_thread(self._admin_service.audit.close)
         await self._backend.close()
         shutil.rmtree(self._run_base, ignore_errors=True)
 
@@ -226,7 +234,7 @@ class Controller:
         return await self.workers.pending() or await self.routers.pending()
 
     async def _serve_admin(self, address: str) -> None:
-        self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS)
+        self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS, self._admin_service.refused)
         self._admin_service.add_to(self._admin)
         try:
             port = add_port(self._admin, address, self._tls)

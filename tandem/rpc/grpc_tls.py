@@ -22,6 +22,9 @@ Options = Sequence[tuple[str, Any]]
 Allowed = Mapping[str, frozenset[Identity]]
 """Full method name, /package.Service/Method, to the identities that may call it. Other methods refuse all callers."""
 
+OnRefused = Callable[[str, Any], None]
+"""Gets the method and the context of a call that its caller's certificate does not allow."""
+
 FIELD = "security.tls"
 CLOSE_GRACE_S = 2.0  # for calls in flight
 
@@ -86,9 +89,11 @@ def open_channel(address: str, tls: ClusterTls | None, peer: Identity, options: 
     return grpc.aio.secure_channel(address, tls.client_credentials(), options=(*options, name))
 
 
-def make_server(tls: ClusterTls | None, allowed: Allowed, options: Options) -> grpc.aio.Server:
+def make_server(
+    tls: ClusterTls | None, allowed: Allowed, options: Options, on_refused: OnRefused = lambda method, context: None
+) -> grpc.aio.Server:
     """A server that checks callers' identities. Without TLS callers have no identity, so all are accepted."""
-    interceptors = () if tls is None else (CallerCheck(tls.cluster, allowed),)
+    interceptors = () if tls is None else (CallerCheck(tls.cluster, allowed, on_refused),)
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
@@ -130,9 +135,10 @@ class ChannelCache:
 class CallerCheck(grpc.aio.ServerInterceptor):
     """Refuses callers whose certificate is of this cluster but whose role may not call the method."""
 
-    def __init__(self, cluster: str, allowed: Allowed) -> None:
+    def __init__(self, cluster: str, allowed: Allowed, on_refused: OnRefused) -> None:
         self._cluster = cluster
         self._allowed = allowed
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -153,6 +159,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):
                     method,
                     ", ".join(sorted(shown)) or "no role in this cluster",
                 )
+                self._on_refused(method, context)
                 await context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"{method}: expected a certificate of {wanted} in cluster {self._cluster}",

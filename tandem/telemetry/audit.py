@@ -75,7 +75,7 @@ class AuditLog:
     ) -> None:
         """Raises OSError if the file cannot be opened."""
         self._path = None if target == STDOUT else target
-        self._is_lossless = is_lossless
+        self.is_lossless = is_lossless
         self._chain = chain
         self._has_header = False  # in the file that is open
         self._lines: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ class AuditLog:
 
     def require_room(self) -> None:
         """Raises UnavailableError if a call that begins now might go unlogged."""
-        if self._is_lossless and (self._is_failing or self._lines.qsize() >= MAX_WAITING // 2):
+        if self.is_lossless and (self._is_failing or self._lines.qsize() >= MAX_WAITING // 2):
             self._refused += 1
             raise UnavailableError(
                 f"{FIELD}: calls are refused while the audit log cannot be written (audit_lossless): try again later",
@@ -120,7 +120,7 @@ class AuditLog:
     def write(self, line: AuditLine, on_written: OnWritten | None = None) -> None:
         """Never waits. Unless lossless, lines beyond MAX_WAITING are dropped, and their number is logged. `on_written`
         is called by the thread that wrote it."""
-        if self._is_lossless or self._lines.qsize() < MAX_WAITING:
+        if self.is_lossless or self._lines.qsize() < MAX_WAITING:
             self._lines.put((msgspec.json.encode(line), on_written))
         else:
             self._dropped += 1
@@ -129,7 +129,7 @@ class AuditLog:
         """Writes the waiting lines, but waits at most CLOSE_S for the disk."""
         self._lines.put(None)
         self._thread.join(CLOSE_S)  # it is a daemon
-        if self._thread.is_alive() and self._is_lossless:
+        if self._thread.is_alive() and self.is_lossless:
             left = self._in_hand + self._lines.qsize() - 1
             log.error("%s: %d lines could not be written before the end", FIELD, left)
 
@@ -158,7 +158,7 @@ class AuditLog:
     def _write(self, entries: Sequence[_Entry]) -> None:
         self._missing = (self._lost, self._dropped)
         lines, self._in_hand = [line for line, _ in entries], len(entries)
-        while not (is_written := self._try_to_store(lines)) and self._is_lossless:
+        while not (is_written := self._try_to_store(lines)) and self.is_lossless:
             time.sleep(RETRY_S)  # `close` does not wait for ever, and the thread is a daemon
         self._in_hand = 0
         if not is_written:
@@ -182,7 +182,7 @@ class AuditLog:
         if (now_s := time.monotonic()) - self._told_s < REPEAT_S:
             return
         self._told_s = now_s
-        what = "calls are refused" if self._is_lossless else "lines are lost"
+        what = "calls are refused" if self.is_lossless else "lines are lost"
         where = self._path or STDOUT
         log.error("%s: %s: cannot write to %s (%s): free space there, or mend it", FIELD, what, where, error.strerror)
 
@@ -191,7 +191,7 @@ class AuditLog:
         if self._is_failing:
             self._is_failing, self._told_s = False, -REPEAT_S
             refused, self._refused = self._refused, 0
-            told = f"{refused} calls were refused" if self._is_lossless else f"{lost} lines were lost"
+            told = f"{refused} calls were refused" if self.is_lossless else f"{lost} lines were lost"
             log.warning("%s: written again; %s", FIELD, told)
         if dropped:
             log.error("%s: %d lines were dropped because the disk is too slow", FIELD, dropped)
@@ -222,7 +222,7 @@ class AuditLog:
             data = b"\n" + data
         try:
             _write_all(self._file, data)
-            if self._is_lossless and is_regular:
+            if self.is_lossless and is_regular:
                 os.fdatasync(self._file)
         except OSError:
             with suppress(OSError):

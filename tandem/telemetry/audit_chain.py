@@ -64,9 +64,7 @@ class Chain:
     def header(self, time: str, follows: str) -> bytes:
         """The first line in a file. `follows`: the value of the line before it there."""
         mark = Mark.CONTINUE if self.lines else Mark.BEGIN
-        return self.mark(
-            time, mark, writer=self.writer, digest=algorithm(self.key), after=self.value, follows=follows
-        )
+        return self.mark(time, mark, writer=self.writer, digest=algorithm(self.key), after=self.value, follows=follows)
 
     def mark(self, time: str, mark: Mark, **fields: object) -> bytes:
         return self.link(json.dumps({"time": time, "audit": mark, **fields}, separators=(",", ":")).encode())
@@ -125,13 +123,15 @@ def verify(files: Sequence[tuple[str, Iterable[bytes]]], key: bytes | None) -> V
     """`files`: names and lines, the oldest first. Stops at the first break."""
     found = Verification()
     for name, lines in files:
-        before, number = "", 0
+        before, checked = "", 0
         try:
-            for number, line in enumerate(lines, 1):
+            for line in lines:
                 before = _check(found, line, before, key)
-                found.lines += 1
+                checked += 1
         except _Broken as broken:
-            found.broken = Break(name, number, str(broken))
+            found.broken = Break(name, checked + 1, str(broken))
+        found.lines += checked
+        if found.broken is not None:
             break
     return found
 

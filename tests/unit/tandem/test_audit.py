@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ def line(number: int) -> AuditLine:
     return AuditLine(utc_now(), f"r{number}", "", "k", "acme", "::1", "GET /x", "tiny", "ok", None, 1, 2, 0.5)
 
 
-def written(log: AuditLog, path: Path, count: int) -> None:
+def written(log: AuditLog, path: Path, lines: int) -> None:
     deadline_s = time.monotonic() + 60
-    while not path.exists() or path.read_bytes().count(b"\n") != count:
+    while not path.exists() or path.read_bytes().count(b"\n") != lines:
         assert time.monotonic() < deadline_s, path.read_bytes() if path.exists() else "no file"
         time.sleep(0.01)
 
@@ -130,6 +131,15 @@ def test_lines_can_go_to_stdout() -> None:
     assert printed.count(b"\n") == 1
 
 
+def admit_calls(log: AuditLog, numbers: Iterator[int]) -> None:
+    """Until one is refused. A hundred lines at a time are more than the rest of a file's last page."""
+    while True:
+        log.require_room()
+        for number in islice(numbers, 100):
+            log.write(line(number))
+        time.sleep(0.02)
+
+
 @pytest.mark.acceptance(24, here="the audit log's disk, while serving")
 @pytest.mark.parametrize("is_chained", [False, True])
 def test_a_lossless_log_refuses_calls_on_a_full_disk_and_loses_no_line(
@@ -141,24 +151,20 @@ def test_a_lossless_log_refuses_calls_on_a_full_disk_and_loses_no_line(
     log.write(line(0))
     written(log, path, 1 + is_chained)
     disk.fill()
-    admitted = 1
+    admitted = count(1)
     with pytest.raises(UnavailableError, match="audit_log: calls are refused while the audit log cannot be written"):
-        while True:
-            log.require_room()
-            for _ in range(100):  # more than the rest of the last page
-                log.write(line(admitted))
-                admitted += 1
-            time.sleep(0.02)
+        admit_calls(log, admitted)
+    made = next(admitted)
     assert f"calls are refused: cannot write to {path} (No space left on device): free space" in caplog.text
     assert path.read_bytes().endswith(b"}\n"), "no part of a line"
     disk.free()
-    written(log, path, admitted + is_chained)
+    written(log, path, made + is_chained)
     until(log.require_room)
     log.close()
     assert "written again; 1 calls were refused" in caplog.text
     lines = path.read_bytes().splitlines(keepends=True)
     numbers = [json.loads(each)["request_id"] for each in lines if b"request_id" in each]
-    assert numbers == [f"r{number}" for number in range(admitted)]
+    assert numbers == [f"r{number}" for number in range(made)]
     assert verify([("audit", lines)], None).broken is None or not is_chained
 
 

@@ -93,7 +93,11 @@ def cut(lines: Lines) -> None:
 BREAKS: dict[str, tuple[Callable[[Lines], object], int, str]] = {
     "altered": (change(b'"acme"', b'"evil"'), 5, "the line was altered"),
     "formatted anew": (change(b'"tenant":"acme"', b'"tenant": "acme"'), 5, "the line was altered"),
-    "removed": (lambda lines: lines.pop(4), 5, r"line 4 of segment \w+ \(router-0\), got its line 5: lines were removed"),
+    "removed": (
+        lambda lines: lines.pop(4),
+        5,
+        r"line 4 of segment \w+ \(router-0\), got its line 5: lines were removed",
+    ),
     "header removed": (lambda lines: lines.pop(0), 1, "the header of segment"),
     "repeated": (lambda lines: lines.insert(4, lines[3]), 5, "got its line 3: lines were removed, repeated"),
     "reordered": (swap, 5, "got its line 5: lines were removed, repeated or reordered"),
