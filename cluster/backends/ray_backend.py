@@ -42,6 +42,7 @@ from cluster.backends.lease import LEASE_S, Fence, Lease, LeaseActor, StaleContr
 from cluster.backends.protocol import MemberHandle, Resources
 from cluster.devices import VISIBLE, device_of
 from cluster.keeper.keeper import KeeperCalls
+from cluster.keeper.lossy_output import container_output
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningMember, is_running
 from cluster.keeper.supervisor import Supervisor, python
 from tandem.errors import ConfigError, UnavailableError
@@ -63,10 +64,16 @@ ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": 
 
 
 class SupervisorActor:
-    """The actor's body. Messages are JSON, so both sides need not have the same version of a class."""
+    """The actor's body. Messages are JSON, so both sides need not have the same version of a class.
 
-    def __init__(self, name: str, log_dir: str) -> None:
-        self._supervisor = Supervisor(name, Path(log_dir))
+    `logs_to_stdout`: to that of the container. On a node that is none, there are files all the same.
+    """
+
+    def __init__(self, name: str, log_dir: str, logs_to_stdout: bool = False) -> None:
+        output = container_output() if logs_to_stdout else None
+        if logs_to_stdout and output is None:
+            log.warning("%s: this node's container has no standard output to write to: logs go to %s", name, log_dir)
+        self._supervisor = Supervisor(name, Path(log_dir), output)
         self._fence = Fence()
         self._changing = asyncio.Lock()
         self._start: MemberStart | None = None
@@ -223,6 +230,8 @@ class RayBackend:
         keeper: KeeperCalls,
         where: str | LocalRay,
         place_timeout_s: float,
+        *,
+        logs_to_stdout: bool = False,
     ) -> None:
         self._cluster = cluster
         self._holder = holder
@@ -230,6 +239,7 @@ class RayBackend:
         self._keeper = keeper
         self._where = where
         self._place_timeout_s = place_timeout_s
+        self._logs_to_stdout = logs_to_stdout
         self._local: list[RayMember] = []
         self._reservations: dict[str, _Reservation] = {}
         self._opening: asyncio.Future[None] | None = None
@@ -458,7 +468,8 @@ class RayBackend:
             runtime_env=ALL_GPUS_VISIBLE if resources.gpus else None,
             scheduling_strategy=strategy,
         )
-        member.use(options.remote(member.name, str(self._log_dir)), was_started=False)
+        actor = options.remote(member.name, str(self._log_dir), self._logs_to_stdout)
+        member.use(actor, was_started=False)
 
     def _reserve(self, group: str, resources: Sequence[Resources]) -> PlacementGroup:
         bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]

@@ -146,7 +146,15 @@ def make_backend(cluster: ResolvedCluster, launch: ControllerLaunch, keeper: Rem
 
     local = LocalRay(Path(launch.ray_dir), needed_cpus(cluster), len(cluster.devices))
     where = control.ray_address or local
-    return RayBackend(cluster.spec.name, launch.holder, Path(launch.log_dir), keeper, where, control.start_timeout_s)
+    return RayBackend(
+        cluster.spec.name,
+        launch.holder,
+        Path(launch.log_dir),
+        keeper,
+        where,
+        control.start_timeout_s,
+        logs_to_stdout=launch.logs_to_stdout,
+    )
 
 
 async def main(launch: ControllerLaunch) -> int:

@@ -11,6 +11,7 @@ from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from tandem import errors
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.frozen import Frozen
+from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 
@@ -62,6 +63,10 @@ class ControllerLaunch(Frozen):
             keeper_socket=str(keeper_dir / "keeper.sock"),
             holder=secrets.token_hex(8),
         )
+
+    @property
+    def logs_to_stdout(self) -> bool:
+        return self.spec.observability.logs.target is LogTarget.STDOUT
 
     @classmethod
     def load(cls, path: Path) -> ControllerLaunch:

@@ -15,6 +15,7 @@ from cluster.control.tasks import task_failures
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
+from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
@@ -59,7 +60,7 @@ class StatusReport:
             http_address=self._routers.http_address,
             grpc_address=self._routers.grpc_address,
             http_scheme="http" if self._spec.router.tls is None else "https",
-            log_dir=str(self._log_dir),
+            log_dir=str(self._log_dir) if self._spec.observability.logs.target is LogTarget.FILES else "",
             redis=redis,
             workers=workers,
             processes=[

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.devices import CPU
+from cluster.keeper.lossy_output import LossyOutput
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.keeper.supervisor import Supervisor
 
@@ -59,13 +60,16 @@ class _Member:
 
 
 class Keeper:
-    def __init__(self, log_dir: Path) -> None:
+    """`log_dir`, `output`: where the processes' logs go, see `Supervisor`."""
+
+    def __init__(self, log_dir: Path, output: LossyOutput | None = None) -> None:
         self._log_dir = log_dir
+        self._output = output
         self._members: dict[str, _Member] = {}
         self._record = ""
 
     async def start(self, name: str, start: MemberStart, device: str = CPU) -> None:
-        member = self._members.setdefault(name, _Member(Supervisor(name, self._log_dir)))
+        member = self._members.setdefault(name, _Member(Supervisor(name, self._log_dir, self._output)))
         async with member.changing:
             member.start, member.device = start, device
             await member.supervisor.start(start, device)

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.devices import CPU
+from cluster.keeper.line_relay import LineRelay
+from cluster.keeper.lossy_output import LossyOutput
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from tandem.files import replace_file
 
@@ -33,6 +35,7 @@ STABLE_S = 10.0  # a process that ran for so long restarts with the shortest del
 TAIL_BYTES = 4096
 LOG_BYTES = 64 << 20  # a log has at most this, and the file before it
 LOG_CHECK_S = 5.0
+LAST_LINES_S = 1.0  # for what a process that has ended left in its pipe
 # A log line of tandem.telemetry.logs below warning, as text or JSON. Any other line may be the end of a traceback.
 _HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
 _CODE = Path(__file__).resolve().parents[2]  # the folder of the packages: the repository or site-packages
@@ -48,11 +51,16 @@ _DIE_WITH_PARENT = (
 
 
 class Supervisor:
-    """One member. `start`, `wait_end` and `stop` may follow one another any number of times."""
+    """One member. `start`, `wait_end` and `stop` may follow one another any number of times.
 
-    def __init__(self, name: str, log_dir: Path) -> None:
+    `output` gets the lines of its processes; None: each process has a file in `log_dir`.
+    """
+
+    def __init__(self, name: str, log_dir: Path, output: LossyOutput | None = None) -> None:
         self._name = name
         self._log_dir = log_dir
+        self._output = output
+        self._relays: dict[str, LineRelay] = {}
         self._run_dir: Path | None = None
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._grace_s: dict[str, float] = {}
@@ -68,15 +76,17 @@ class Supervisor:
         self._ended = asyncio.get_running_loop().create_future()
         try:
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._output is None:
+                self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name, content in start.files.items():
                 # Whole, because the ranks of a worker share the folder.
                 replace_file(self._run_dir / name, content.encode(), is_durable=False)
             for spec in start.processes:
                 await self._spawn(spec)
                 self._watchers.append(asyncio.create_task(self._watch(spec)))
-            logs = [self._log_of(spec.name) for spec in start.processes]
-            self._watchers.append(asyncio.create_task(_bound_all(logs)))
+            if self._output is None:
+                logs = [self._log_of(spec.name) for spec in start.processes]
+                self._watchers.append(asyncio.create_task(_bound_all(logs)))
         except OSError as error:
             self._end(f"{self._name} could not be started: {error}")
 
@@ -104,6 +114,10 @@ class Supervisor:
         self._watchers.clear()
         await asyncio.gather(*(_stop(child, self._grace_s[name]) for name, child in self._children.items()))
         self._children.clear()
+        for relay in self._relays.values():
+            await relay.ended(LAST_LINES_S)
+            relay.close()
+        self._relays.clear()
         self._end(f"{self._name} was stopped")
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
@@ -115,7 +129,8 @@ class Supervisor:
     async def _spawn(self, spec: ProcessSpec) -> None:
         self._grace_s[spec.name] = spec.stop_grace_s
         argv = (*spec.argv, "--device", self._device) if spec.on_device else spec.argv
-        with self._log_of(spec.name).open("ab") as log_file:
+        log_file = await self._open_log(spec.name)
+        try:
             self._children[spec.name] = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -124,12 +139,24 @@ class Supervisor:
                 env=os.environ | _python_path() | spec.env,
                 start_new_session=True,  # a terminal's Ctrl-C is the controller's to handle
             )
+        finally:
+            os.close(log_file)
+
+    async def _open_log(self, process: str) -> int:
+        if self._output is None:
+            return os.open(self._log_of(process), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        relay = LineRelay(f"{self._name}.{process}", self._output)
+        log_file = await relay.open()
+        if (before := self._relays.get(process)) is not None:
+            before.close()  # its process has ended, and was waited for
+        self._relays[process] = relay
+        return log_file
 
     async def _watch(self, spec: ProcessSpec) -> None:
         """A watch that fails ends the member: else the end of the process would be seen by no one."""
         try:
             code = await (self._restart_for_ever(spec) if spec.restart else self._children[spec.name].wait())
-            how = f"{_exit_text(code)}{self._log_hint(spec.name)}"
+            how = f"{_exit_text(code)}{await self._log_hint(spec.name)}"
             self._end(f"{self._name}/{spec.name} {how}", code if code >= 0 else None)
         except Exception as error:
             log.exception("the watch of %s/%s failed", self._name, spec.name)
@@ -141,6 +168,8 @@ class Supervisor:
         while True:
             started_s = loop.time()
             how = _exit_text(await self._children[spec.name].wait())
+            if (relay := self._relays.get(spec.name)) is not None:
+                await relay.ended(LAST_LINES_S)
             log.warning("%s/%s %s; restarting it", self._name, spec.name, how)
             delay_s = RESTART_DELAY_S if loop.time() - started_s >= STABLE_S else _longer(delay_s)
             await asyncio.sleep(delay_s)
@@ -160,15 +189,24 @@ class Supervisor:
     def _log_of(self, process: str) -> Path:
         return self._log_dir / f"{self._name}.{process}.log"
 
-    def _log_hint(self, process: str) -> str:
+    async def _log_hint(self, process: str) -> str:
         """The log's last line if it may be the reason of the end; otherwise the log's path."""
-        path = self._log_of(process)
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-            if lines and not _HARMLESS.match(lines[-1]):
-                return f": {lines[-1][:400]}"
-        return f"; its log: {path}"
+        last, where = "", "standard output"
+        if (relay := self._relays.get(process)) is not None:
+            await relay.ended(LAST_LINES_S)
+            last = relay.last_line
+        elif self._output is None:
+            path = self._log_of(process)
+            last, where = _last_line(path), str(path)
+        return f": {last[:400]}" if last and not _HARMLESS.match(last) else f"; its log: {where}"
+
+
+def _last_line(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+    return ""
 
 
 async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:

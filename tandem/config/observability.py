@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -49,8 +50,18 @@ class TracingSpec(Frozen):
         return self
 
 
+class LogTarget(StrEnum):
+    FILES = "files"
+    STDOUT = "stdout"
+
+
 class LogsSpec(Frozen):
     format: LogFormat = Field(LogFormat.TEXT, description="Format of log lines.")
+    target: LogTarget = Field(
+        LogTarget.FILES,
+        description="files: one for each process, in the state folder. stdout: `tandem up` prints the lines of all "
+        "processes with their names; on other machines, the container there does.",
+    )
 
 
 class MetricsSpec(Frozen):

@@ -19,10 +19,10 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from tandem.config.auth import AuthSpec, is_loopback
+from tandem.config.auth import STDOUT, AuthSpec, is_loopback
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.frozen import Frozen
-from tandem.config.observability import ObservabilitySpec
+from tandem.config.observability import LogTarget, ObservabilitySpec
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
@@ -586,6 +586,15 @@ class ClusterSpec(Frozen):
                     "(`tandem certs init` makes the files), or `security.allow_plaintext: true` in a network where you "
                     "trust everyone"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _audit_log_reaches_stdout(self) -> ClusterSpec:
+        if self.security.auth.audit_log == STDOUT and self.observability.logs.target is not LogTarget.STDOUT:
+            raise ValueError(
+                "security.auth.audit_log: expected a file, or stdout together with `observability.logs.target: "
+                "stdout`: otherwise the standard output of a router is a file of bounded size"
+            )
         return self
 
     @model_validator(mode="after")

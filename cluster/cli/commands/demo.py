@@ -16,9 +16,9 @@ from rich.text import Text
 
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
-from cluster.cli.lossy_output import lossy_output
 from cluster.cli.router_client import chat_request, edge_channel, generate
 from cluster.interruptible import run_interruptible
+from cluster.keeper.lossy_output import lossy_output
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import free_ports, port_is_free
 from tandem.config.spec import DEMO_MODEL, ClusterSpec

@@ -29,6 +29,7 @@ from cluster.control.launch import (
 )
 from cluster.control.tasks import keep_running
 from cluster.keeper.keeper import Keeper
+from cluster.keeper.lossy_output import own_output
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
 from cluster.keeper.remote import KeeperServer
 from cluster.keeper.supervisor import python
@@ -82,7 +83,7 @@ class Controllers:
     cluster, that is the end."""
 
     def __init__(self, launch: ControllerLaunch, progress: Progress) -> None:
-        self.keeper = Keeper(Path(launch.log_dir))
+        self.keeper = Keeper(Path(launch.log_dir), own_output() if launch.logs_to_stdout else None)
         self.stopped = asyncio.Event()
         self.exit_code = 0
         self._joins_ray = launch.spec.control.ray_address is not None
@@ -230,7 +231,7 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
             routers = tuple(zip(ready.http, ready.grpc, strict=True))
             yield RunningCluster(spec, log_dir, ready.admin, routers, controllers)
     except TandemError:
-        if log_dir.is_dir():
+        if log_dir.is_dir():  # not if the logs went to stdout
             progress(f"the logs are in {log_dir}")
         raise
     finally:

@@ -12,11 +12,12 @@ from rich.markup import escape
 from cluster.cli.admin_client import folder_spec
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
-from cluster.cli.lossy_output import lossy_output
 from cluster.interruptible import run_interruptible
+from cluster.keeper.lossy_output import lossy_output
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import assignments, load_spec
 from cluster.spec.requirements import check_requirements
+from tandem.config.observability import LogTarget
 from tandem.errors import ConfigError
 
 
@@ -116,7 +117,8 @@ async def _up(source: SpecSource) -> int:
             screen.print(f"  OpenAI API  {scheme}://{http_address}/v1")
             screen.print(f"  gRPC        {grpc_address}")
         screen.print(f"  admin       {cluster.admin_address}   (tandem status)")
-        screen.print(f"  logs        {cluster.log_dir}", markup=False, soft_wrap=True)
+        logs = "here" if spec.observability.logs.target is LogTarget.STDOUT else cluster.log_dir
+        screen.print(f"  logs        {logs}", markup=False, soft_wrap=True)
         screen.print("Press Ctrl-C to stop the cluster.")
         try:
             code = await cluster.wait_stopped()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.lossy_output import LossyOutput
+from cluster.keeper.lossy_output import LossyOutput
 
 LINE = "x" * 1000 + "\n"
 
@@ -48,13 +48,30 @@ def test_what_its_encoding_lacks_is_replaced() -> None:
 
 def test_a_reader_that_stops_reading_does_not_stop_the_writer() -> None:
     reader, writer = os.pipe()
-    output = LossyOutput(writer, "utf-8", kept_writes=4)
+    output = LossyOutput(writer, "utf-8", kept_bytes=4000)
     assert written(output, 500) < 5.0  # 0.5 MB into a pipe of 64 KiB
     started_s = time.monotonic()
     output.finish(timeout_s=0.1)
     assert time.monotonic() - started_s < 5.0
     os.close(reader)
     os.close(writer)
+
+
+def test_what_was_not_read_in_time_is_counted_where_it_is_missing() -> None:
+    reader, writer = os.pipe()
+    output = LossyOutput(writer, "utf-8", kept_bytes=100_000)
+    written(output, 500)
+    with open(reader, encoding="utf-8") as read:
+        kept = 0
+        while (line := read.readline()) == LINE:
+            kept += 1
+        assert kept >= 99, "what came first"
+        assert line == f"{500 - kept} lines were dropped here: nothing read them in time\n"
+        output.write("on\n")
+        output.finish()
+        os.close(writer)
+        assert read.read() == "on\n"
+    assert kept * len(LINE) <= 100_000 + (1 << 17), "and a pipe's 64 KiB"
 
 
 def test_a_pipe_without_a_reader_is_no_error() -> None:
@@ -78,7 +95,7 @@ SCRIPT = textwrap.dedent(
     """
     import asyncio, logging, sys
     from cluster.cli.console import console
-    from cluster.cli.lossy_output import lossy_output
+    from cluster.keeper.lossy_output import lossy_output
 
     async def main():
         screen = console()
