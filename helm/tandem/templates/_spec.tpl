@@ -17,6 +17,8 @@
 {{- if not (dig "control" "start_timeout_s" nil $spec) -}}
 {{- $_ := set $spec "control" (merge (dict "start_timeout_s" .Values.startupSeconds) (default dict $spec.control)) -}}
 {{- end -}}
+{{- /* A container's logs are what it prints. */ -}}
+{{- $_ := set $spec "observability" (mergeOverwrite (dict "logs" (dict "target" "stdout")) (default dict $spec.observability)) -}}
 {{- $several := eq (include "tandem.severalPods" .) "true" -}}
 {{- $set := dict
   "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)

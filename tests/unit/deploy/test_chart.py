@@ -88,6 +88,14 @@ def test_values_under_cluster_reach_the_spec(render: Render) -> None:
     assert spec.router.max_queued_requests == 1024
 
 
+def test_logs_go_to_standard_output_unless_files_are_asked_for(render: Render) -> None:
+    json = "cluster.observability.logs.format=json"
+    logs = cluster_spec(render("--set", json)).observability.logs
+    assert (logs.format, logs.target) == ("json", "stdout")
+    files = cluster_spec(render("--set", "cluster.observability.logs.target=files"))
+    assert files.observability.logs.target == "files"
+
+
 def test_the_controller_is_on_the_network_only_where_other_pods_need_it(render: Render) -> None:
     assert cluster_spec(render()).control.admin_host == "127.0.0.1"
     assert cluster_spec(render(*values("two-racks"))).control.admin_host == POD_IP
