@@ -31,6 +31,7 @@ from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
 from router.observe.metrics.requests import RouterMetrics
+from router.observe.metrics.resources import ResourceMetrics
 from router.observe.metrics.scraped import ScrapedMetrics
 from router.observers import Observers
 from router.policies.estimates import Estimates
@@ -48,11 +49,13 @@ from router.service import RouterService
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
 from tandem.clock import Clock, SystemClock
+from tandem.config.auth import STDOUT
 from tandem.config.launch import RouterLaunch
 from tandem.config.spec import Role
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
+from tandem.telemetry.resource_watch import ResourceWatch, log_folders
 from tandem.telemetry.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
@@ -97,6 +100,8 @@ class RouterApp:
         self._snapshots = self._new_snapshots()
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory, self._tls)
         self._bind_edges()
+        self._resources = ResourceWatch(self._folders())
+        ResourceMetrics(self._registry, self._resources)
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
 
@@ -222,7 +227,17 @@ class RouterApp:
             launch.redis_url, launch.cluster, launch.router_id, launch.salt_secret, keys.keep_s, self._clock
         )
 
+    def _folders(self) -> dict[str, Path]:
+        """Those that this router writes to, by the setting that moves each."""
+        record, audit_log = self._launch.router.record, self._launch.auth.audit_log
+        return (
+            log_folders()
+            | ({} if record is None else {"router.record": Path(record)})
+            | ({} if audit_log in (None, STDOUT) else {"security.auth.audit_log": Path(audit_log).parent})
+        )
+
     async def start(self) -> None:
+        self._watching = asyncio.create_task(self._resources.run(), name="resource watch")
         self._calls.start()
         await self._grpc.start()
         await self._http.start()
@@ -239,6 +254,7 @@ class RouterApp:
         self._directory.start()
 
     async def close(self) -> None:
+        self._watching.cancel()
         await self._grpc.set_ready(False)
         await self._directory.close()
         await self.dispatcher.drain(self._launch.router.drain_timeout_s)

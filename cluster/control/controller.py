@@ -38,6 +38,7 @@ from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
 from tandem.rpc.identity import Identity
 from tandem.telemetry.audit import AuditLog
+from tandem.telemetry.resource_watch import ResourceWatch
 from tandem.version import tandem_version
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ class Controller:
             )
         self._record.start()
         self._tasks.append(asyncio.create_task(keep_running("node drainer", self._node_drainer.run)))
+        watch = ResourceWatch({"XDG_STATE_HOME": self.log_dir.parent, "XDG_RUNTIME_DIR": self._run_base})
+        self._tasks.append(asyncio.create_task(keep_running("resource watch", watch.run)))
         await self.autoscaling.configure(self.applier.source.spec)
 
     async def _until_ports_are_free(self) -> None:

@@ -25,6 +25,7 @@ from cluster.keeper.line_relay import LineRelay
 from cluster.keeper.lossy_output import LossyOutput
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from tandem.files import replace_file
+from tandem.telemetry.resource_watch import shortage
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Supervisor:
                 logs = [self._log_of(spec.name) for spec in start.processes]
                 self._watchers.append(asyncio.create_task(_bound_all(logs)))
         except OSError as error:
-            self._end(f"{self._name} could not be started: {error}")
+            self._end(f"{self._name} could not be started: {shortage(error)}")
 
     async def wait_end(self) -> MemberEnd:
         if self._ended is None:
@@ -182,7 +183,7 @@ class Supervisor:
         try:
             await self._spawn(spec)
         except OSError as error:
-            log.warning("%s/%s cannot be restarted yet: %s", self._name, spec.name, error)
+            log.warning("%s/%s cannot be restarted yet: %s", self._name, spec.name, shortage(error))
             return False
         return True
 
