@@ -28,6 +28,7 @@ from tandem.config.launch import AUTO_HOST
 from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role, TransportKind
 from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
+from tandem.telemetry.audit import check_audit_log
 from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
@@ -216,8 +217,9 @@ def check_transfer(spec: ClusterSpec, probe: GpuProbe) -> None:
 
 
 def check_auth(spec: ClusterSpec) -> None:
-    """Raises ConfigError if a keys file is missing or invalid."""
+    """Raises ConfigError if a keys file is missing or invalid, or the audit log cannot be written."""
     KeySources(spec.security.auth, SystemClock())
+    check_audit_log(spec.security.auth)
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -259,6 +259,20 @@ def _write_all(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
+def check_audit_log(auth: AuthSpec) -> None:
+    """Raises ConfigError if its file or its key cannot be used."""
+    if auth.audit_key_file is not None:
+        read_key(Path(auth.audit_key_file), KEY_FIELD)
+    if auth.audit_log in (None, STDOUT):
+        return
+    path = Path(auth.audit_log)
+    found = path if path.exists() else path.parent
+    if not os.access(found, os.W_OK):
+        raise ConfigError(
+            f"{FIELD}: cannot write to {found}: create the folder, or give this user access to it", field=FIELD
+        )
+
+
 def read_key(path: Path, field: str) -> bytes:
     """The key of a chain, without white space around it. Raises ConfigError."""
     try:

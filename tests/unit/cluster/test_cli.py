@@ -92,6 +92,7 @@ def test_every_command_helps(path: tuple[str, ...]) -> None:
         (("trace", "abc", "--address", "127.0.0.1:1"), "--address"),
         (("chat", "hi"), "tandem up"),
         (("status", "--address", "127.0.0.1:1"), "--address"),
+        (("audit", "verify", "/nowhere/audit.jsonl"), "FILE: cannot read /nowhere/audit.jsonl: No such file"),
         (("up", "--http-port", "70000"), "router.http_port"),
         (("up", "--decode", "0"), "decode.workers"),
         (("up", "--backend", "nomad"), "control.backend"),
@@ -104,6 +105,16 @@ def test_errors_are_one_line_on_stderr(tandem: Tandem, arguments: tuple[str, ...
     assert says in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_broken_audit_log_is_an_exit_code_of_its_own(tandem: Tandem, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text('{"time":"now"}\n')
+    done = tandem("audit", "verify", str(path))
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"broken: {path}: line 1: expected a whole line")
+    path.write_text("")
+    assert tandem("audit", "verify", str(path)).returncode == 0
 
 
 def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> None:

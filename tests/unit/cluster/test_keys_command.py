@@ -87,6 +87,18 @@ def test_a_start_without_its_keys_is_refused_before_anything_runs(path: Path) ->
     assert _auth(spec) == "API keys"
 
 
+def test_a_start_whose_audit_log_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    auth: dict[str, object] = {"audit_log": str(tmp_path / "logs" / "audit.jsonl"), "audit_chained": True}
+    with pytest.raises(ConfigError, match=r"audit_log: cannot write to \S+/logs: create the folder"):
+        check_auth(ClusterSpec.model_validate({"security": {"auth": auth}}))
+    (tmp_path / "logs").mkdir()
+    check_auth(ClusterSpec.model_validate({"security": {"auth": auth}}))
+    assert not list((tmp_path / "logs").iterdir()), "looking makes no file"
+    auth["audit_key_file"] = str(tmp_path / "key")
+    with pytest.raises(ConfigError, match=r"security\.auth\.audit_key_file: cannot read"):
+        check_auth(ClusterSpec.model_validate({"security": {"auth": auth}}))
+
+
 def test_a_list_in_a_pipe_is_as_wide_as_its_words(path: Path) -> None:
     note = "of the batch jobs that run each night " * 5
     made(run(path, "create", "--tenant", "acme", "--note", note))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
@@ -23,6 +24,7 @@ from cluster.keeper.lossy_output import LossyOutput, container_output
 from cluster.keeper.members import MemberStart, ProcessSpec
 from cluster.keeper.supervisor import Supervisor
 from tandem.config.spec import ClusterSpec
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.unit.cluster.test_interrupt import start_up
 
 
@@ -203,9 +205,12 @@ def test_tandem_up_prints_the_lines_of_all_processes_and_the_audit_log(
         read(lambda line: '"method":"GET /v1/models"' in line)
         audit = json.loads(lines[-1])
         assert (audit["log"], audit["outcome"]) == ("router-0.router", "ok")
-        process.send_signal(signal.SIGINT)
+        with grpc.insecure_channel(json.loads(state.read_text())["admin"]) as channel:
+            cluster_pb2_grpc.ClusterStub(channel).Shutdown(cluster_pb2.ShutdownRequest(), timeout=60)
         lines += process.stdout.readlines()
         assert process.wait(90) == 0
+    (shutdown,) = (json.loads(line) for line in lines if '"method":"/tandem.v1.Cluster/Shutdown"' in line)
+    assert (shutdown["log"], shutdown["key_id"], shutdown["outcome"]) == ("controller.controller", "local", "ok")
     assert not list((tmp_path / "state").rglob("*.log"))
     assert any(re.search(r"logs +here", line) for line in lines)
     if log_format == "json":
