@@ -140,14 +140,17 @@ class AuditLog:
             ended = None in batch
             self._write([entry for entry in batch if entry is not None])
         if self._chain is not None:
+            self._missing = (self._lost, self._dropped)
             self._try_to_store([], ends=True)
+        if self._lost:
+            log.error("%s: %d lines were lost until the end", FIELD, self._lost)
         if self._path is not None and self._file >= 0:
             os.close(self._file)
 
     def _gathered(self) -> list[_Entry | None]:
-        """Empty only while the log fails: to find out whether it still does."""
+        """Empty only while a lossless log fails: no call is admitted that would try it again."""
         try:
-            batch = [self._lines.get(timeout=RETRY_S if self._is_failing else None)]
+            batch = [self._lines.get(timeout=RETRY_S if self._is_failing and self.is_lossless else None)]
         except queue.Empty:
             return []
         time.sleep(_GATHER_S)
@@ -156,6 +159,8 @@ class AuditLog:
         return batch
 
     def _write(self, entries: Sequence[_Entry]) -> None:
+        if not entries and not self.is_lossless:
+            return  # to write nothing would prove nothing
         self._missing = (self._lost, self._dropped)
         lines, self._in_hand = [line for line, _ in entries], len(entries)
         while not (is_written := self._try_to_store(lines)) and self.is_lossless:

@@ -16,7 +16,7 @@ import pytest
 
 from cluster import certificates
 from cluster.cli.admin_client import folder_spec
-from cluster.control.admin_service import ALLOWED, AdminService
+from cluster.control.admin_service import ADMINS, ALLOWED, SERVICE, AdminService
 from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -27,6 +27,7 @@ from tandem.testing.disks import SmallDisk
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 CLUSTER = "tandem"
+READING = {f"/{SERVICE}/{name}" for name in ("GetTrace", "ListTraces", "ListSnapshots", "RecordRequests")}
 Stub = cluster_pb2_grpc.ClusterStub
 Serve = Callable[..., Awaitable[AdminService]]
 
@@ -135,6 +136,8 @@ async def test_each_change_has_a_line(tmp_path: Path, opened: Open) -> None:
         ("Shutdown", "", "ok", None),
     ]
     assert admin.stop.is_set()
+    changing = {name for name, callers in ALLOWED.items() if callers == ADMINS} - READING
+    assert {line["method"] for line in found} == changing, "each method that changes the cluster"
     assert {(line["key_id"], line["source"]) for line in found} == {("local", "127.0.0.1")}
     assert found[0]["model"] == "tiny"
     assert all(line["time"] and line["duration_s"] >= 0 for line in found)

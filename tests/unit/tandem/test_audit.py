@@ -179,13 +179,32 @@ def test_a_chained_log_says_itself_how_many_lines_it_lost(disk: SmallDisk, caplo
         log.write(line(number))
     told(caplog, "lines are lost")
     disk.free()
-    told(caplog, "written again")
+    log.write(line(101))
     log.close()
+    assert "written again" in caplog.text
     lines = path.read_bytes().splitlines(keepends=True)
     found = verify([("audit", lines)], None)
     assert found.broken is None
-    assert found.lost + sum(b"request_id" in each for each in lines) == 101
+    assert found.lost + sum(b"request_id" in each for each in lines) == 102
     assert found.lost > 0
+
+
+def test_a_log_that_fails_says_so_once_however_many_calls_there_are(
+    disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = disk.path / "audit.jsonl"
+    log = AuditLog(str(path))
+    disk.fill()
+    for number in range(4):
+        for _ in range(100):
+            log.write(line(number))
+        time.sleep(2 * audit.RETRY_S / 3)
+    log.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "lines are lost: cannot write" in said[0]
+    assert said[1] == "security.auth.audit_log: 400 lines were lost until the end"
+    assert path.read_bytes() == b""
 
 
 def test_a_line_that_a_killed_process_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
