@@ -47,10 +47,11 @@ def spec(monkeypatch: pytest.MonkeyPatch, client_timeout_s: float) -> RouterSpec
     return RouterSpec(http_port=0, grpc_port=0, client_timeout_s=client_timeout_s, max_body_bytes=BODY_BYTES)
 
 
-def silent(cluster: Cluster, method: str, count: int = 1) -> list[Any]:
+async def silent(cluster: Cluster, method: str, count: int = 1) -> list[Any]:
     """Calls that send their headers and no message, over a connection of their own."""
     address, own = f"127.0.0.1:{cluster.app.grpc_port}", (("grpc.use_local_subchannel_pool", 1),)
     channel: Any = grpc.aio.insecure_channel(address, own)
+    await channel.channel_ready()
     return [channel.stream_stream(method)() for _ in range(count)]
 
 
@@ -67,7 +68,7 @@ def held_bytes(cluster: Cluster) -> int:
 
 @pytest.mark.parametrize("method", [CHECK, WATCH, LIST_MODELS, GENERATE, INFER, GET_DEMAND])
 async def test_calls_that_send_nothing_shut_no_other_out(cluster: Cluster, method: str) -> None:
-    calls = [call for _ in range(2) for call in silent(cluster, method, CALLS - 1)]
+    calls = [call for _ in range(2) for call in await silent(cluster, method, CALLS - 1)]
     ends = [asyncio.create_task(end_of(call)) for call in calls]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     health = health_pb2_grpc.HealthStub(cluster.channel)
@@ -87,11 +88,11 @@ async def test_calls_that_send_nothing_shut_no_other_out(cluster: Cluster, metho
 
 @pytest.mark.parametrize("client_timeout_s", [1.0])
 async def test_a_message_has_a_time_limit_that_the_error_names(cluster: Cluster) -> None:
-    [call] = silent(cluster, LIST_MODELS)
+    [call] = await silent(cluster, LIST_MODELS)
     error = await end_of(call)
     assert isinstance(error, DeadlineExceeded)
     assert "1 s of the call (router.client_timeout_s)" in str(error)
-    [call] = silent(cluster, CHECK)
+    [call] = await silent(cluster, CHECK)
     await call.done_writing()
     error = await end_of(call)
     assert isinstance(error, InputError)
@@ -103,7 +104,7 @@ async def test_a_message_that_arrives_slowly_is_billed_as_the_largest_body(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.app.bodies, "_max_bytes", 2 * BILLED)
-    calls = silent(cluster, GENERATE, 3)
+    calls = await silent(cluster, GENERATE, 3)
     ends = [asyncio.create_task(end_of(call)) for call in calls]
     [refused], _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     assert isinstance(refused.result(), OverloadedError)
@@ -117,7 +118,7 @@ async def test_a_message_that_arrives_slowly_is_billed_as_the_largest_body(
 
 async def test_a_slow_message_that_comes_is_answered_and_holds_nothing(cluster: Cluster) -> None:
     cluster.says("well")
-    [call] = silent(cluster, GENERATE)
+    [call] = await silent(cluster, GENERATE)
     await until(lambda: held_bytes(cluster) == BILLED)
     await call.write(pb.GenerateRequest(prompt="Hi").SerializeToString())
     assert pb.GenerateResponse.FromString(await call.read()).HasField("started")
@@ -127,7 +128,7 @@ async def test_a_slow_message_that_comes_is_answered_and_holds_nothing(cluster: 
 
 async def test_slow_messages_of_one_address_leave_most_of_the_budget_to_others(cluster: Cluster) -> None:
     most = arrivals.MAX_SLOW // 2
-    calls = silent(cluster, GENERATE, most + 1)
+    calls = await silent(cluster, GENERATE, most + 1)
     ends = [asyncio.create_task(end_of(call)) for call in calls]
     [refused], _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     assert f"expected at most {most} messages that arrive slowly of one key or address" in str(refused.result())
@@ -142,7 +143,7 @@ async def test_an_idle_stream_ends_with_an_error_that_names_the_limit(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_IDLE_S", 0.1)
-    error = await end_of(silent(cluster, INFER)[0])
+    error = await end_of((await silent(cluster, INFER))[0])
     assert isinstance(error, DeadlineExceeded)
     assert "at least every 0.1 s" in str(error)
 
