@@ -116,6 +116,7 @@ class SamplingParams:
     """How to sample tokens. `temperature` 0 is greedy; None means "no limit" for `top_k` and "none" for `logprobs`.
 
     `logit_bias` holds (token id, addend to its logit). `prompt_logprobs` is `logprobs` for the prompt's tokens.
+    `grammar`: what the answer has to satisfy (tandem/grammar/compiler.py).
     tandem/sampling/penalties.py defines the penalties.
 
     The same (seed, position, token) always draws the same noise, so the choice does not depend on batch, worker or
@@ -135,6 +136,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -158,6 +160,7 @@ class SamplingParams:
         repetition_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int | None = None,
+        grammar: str | None = None,
     ) -> SamplingParams:
         """None takes the default. Raises InputError naming the field."""
         params = cls(
@@ -174,6 +177,7 @@ class SamplingParams:
             repetition_penalty=1.0 if repetition_penalty is None else float(repetition_penalty),
             logit_bias=tuple(sorted((logit_bias or {}).items())),
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
         params._check()
         return params

@@ -12,8 +12,9 @@ from tandem.request import FinishReason, SamplingParams
 from tandem.rpc.versions import Versions
 from tandem.v1 import inference_pb2, worker_pb2
 
-PROTOCOL_VERSION = 3  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume
+PROTOCOL_VERSION = 4  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume; 4: grammar
 VERSIONS = Versions(PROTOCOL_VERSION, oldest_protocol=3)
+GRAMMAR_SINCE = 4
 BEFORE_RANGES = 3  # of workers whose registration names no version
 
 FINISH_REASONS = {
@@ -38,6 +39,7 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
         repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else None,
         logit_bias=wire.logit_bias,
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+        grammar=wire.grammar if wire.HasField("grammar") else None,
     )
 
 
@@ -55,6 +57,7 @@ def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling.grammar,
     )
     if sampling.logit_bias:  # even an empty map would cost as much as all other fields together
         wire.logit_bias.update(sampling.logit_bias)

@@ -6,6 +6,7 @@ It is independent of routers and transfers. Not thread-safe: the step loop owns 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -27,10 +28,11 @@ from tandem.errors import (
     UnavailableError,
     WorkerLost,
 )
+from tandem.grammar.masks import MASK_WAIT_S, Following, GrammarRun, Grammars, no_grammars
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import Choice, choose, needs_only_argmax
+from tandem.sampling.sampler import Choice, choose, needs_only_argmax, scored_choice
 from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
@@ -51,11 +53,13 @@ class Flight:
     discarded: set[Sequence] = field(default_factory=set)
     failed: dict[Sequence, TandemError] = field(default_factory=dict)
     has_advanced: bool = False  # the scheduler has counted its tokens
+    following: dict[Sequence, Following] = field(default_factory=dict)  # what grammars allow
 
 
 class Engine:
     """Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
-    called after a step failed here; it raises WorkerLost unless the step failed on those ranks at the same place."""
+    called after a step failed here; it raises WorkerLost unless the step failed on those ranks at the same place.
+    `grammars` None: requests with a grammar are refused."""
 
     def __init__(
         self,
@@ -64,12 +68,14 @@ class Engine:
         vocab_size: int,
         send_to_followers: Callable[[StepInput], None] | None,
         check_failed_alike: Callable[[], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._send_to_followers = send_to_followers
         self._check_failed_alike = check_failed_alike
+        self._grammars = grammars
         self._arrivals = count()
         self._flight: Flight | None = None  # launched ahead
         self._ending: list[Sequence] = []  # ended, but still in that step
@@ -146,6 +152,22 @@ class Engine:
             use_prefix_cache=request.use_prefix_cache,
             export_from_block=request.export_from_block,
             answered_tokens=request.answered_tokens,
+            grammar=self._grammar_run(request),
+        )
+
+    def _grammar_run(self, request: EngineRequest) -> GrammarRun | None:
+        sampling = request.sampling
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise no_grammars()
+        return self._grammars.start(
+            sampling.grammar,
+            request.hash_key.cache_salt,
+            answer_from=len(request.prompt) - request.answered_tokens,
+            ends=sampling.stop_token_ids,
+            # An export ends with its first token. Logprobs of forced tokens need the logits of each.
+            takes_forced=request.export_from_block is None and sampling.logprobs is None,
         )
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
@@ -170,6 +192,9 @@ class Engine:
         If memory runs out, the request with the largest chunk fails and the others run again. So they do after any
         other failure, if it is that of single requests.
         """
+        for chunk in plan.chunks:
+            if chunk.samples and chunk.sequence.grammar is not None:
+                chunk.sequence.grammar.prepare(chunk.sequence.tokens)  # while the model computes
         while True:
             plan, inputs = self._inputs(plan)
             step = StepInput(inputs, [*plan.exports], copies=plan.copies)
@@ -298,9 +323,10 @@ class Engine:
         if self._ending:
             self._finish_ended()
         scores = _prompt_scores(flight, output)
+        self._take_following(flight)
         if not flight.has_advanced:
             chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
-            flight.failed = self._scheduler.advance(replace(plan, chunks=chunks))
+            flight.failed |= self._scheduler.advance(replace(plan, chunks=chunks))
         tokens: list[TokenOut] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         for sequence in flight.failed.keys() - flight.discarded:
@@ -320,7 +346,7 @@ class Engine:
                     sequence.tokens.pop()
                 if sample in output.late and self._flight is not None:
                     self._flight.discarded.add(sequence)  # computed with another token, and computed again
-                self._choose(sequence, output, sample, tokens, ended)
+                self._choose(sequence, output, sample, flight.following.get(sequence), tokens, ended)
         for end in ended:
             if end.error is not None and end.error.__cause__ is not None:
                 log.error("request %s: %s", end.request_id, end.error, exc_info=end.error.__cause__)
@@ -367,44 +393,82 @@ class Engine:
             self._flight.discarded.add(sequence)
             self._ending.append(sequence)
 
-    def _choose(
-        self, sequence: Sequence, output: StepOutput, sample: int, tokens: list[TokenOut], ended: list[RequestEnd]
-    ) -> None:
-        """Chooses and reports the token of `sample` in `output`."""
-        row, token = output.logits[sample], output.tokens[sample]
-        try:
-            if (failed := output.failed.get(sample)) is not None:
-                raise failed
-            if token is None:
-                self._scheduler.forget(sequence)  # any block, also one found in the cache, may hold the fault
-                raise InternalError("the model returned logits that are not finite")
-            if row is None:
-                found = output.logprobs.get(sample)
-                choice = Choice(token) if found is None else Choice(token, found.logprob, found.top)
+    def _take_following(self, flight: Flight) -> None:
+        """Takes what grammars allow. Requests for which it is late, or which fail, are left out of the step's output:
+        the late ones compute their last chunk again in the next step."""
+        end_s = time.monotonic() + MASK_WAIT_S
+        for chunk in flight.plan.chunks:
+            sequence = chunk.sequence
+            if not chunk.samples or sequence.grammar is None or sequence in flight.discarded:
+                continue
+            try:
+                found = sequence.grammar.take(sequence.tokens, end_s - time.monotonic())
+            except Exception as error:
+                flight.failed[sequence] = error if isinstance(error, TandemError) else RequestFailed.by(error)
+                continue
+            if found is None:
+                flight.discarded.add(sequence)
             else:
-                length = len(sequence.tokens)
-                history = sequence.history(length) if sequence.sampling.changes_logits else None
-                choice = choose(row, sequence.sampling, length, history, token)
+                flight.following[sequence] = found
+
+    def _choose(
+        self,
+        sequence: Sequence,
+        output: StepOutput,
+        sample: int,
+        following: Following | None,
+        tokens: list[TokenOut],
+        ended: list[RequestEnd],
+    ) -> None:
+        """Chooses and reports the token of `sample` in `output`, and those that its grammar forces after it."""
+        try:
+            choice = self._chosen(sequence, output, sample, following)
+            tokens.append(self._appended(sequence, choice))
+            reason = self._reason(sequence, choice.token_id)
+            if following is not None and reason is None:
+                assert sequence.grammar is not None
+                after = sequence.grammar.after(following, choice.token_id)
+                for token in after.forced:
+                    tokens.append(self._appended(sequence, Choice(token)))
+                    if (reason := self._reason(sequence, token)) is not None:
+                        break
+                if reason is None and after.is_complete:
+                    reason = FinishReason.STOP
         except Exception as error:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return
-        first = sequence.generated == 0
-        sequence.tokens.append(choice.token_id)
-        tokens.append(
-            TokenOut(
-                request_id=sequence.request_id,
-                token_id=choice.token_id,
-                logprob=choice.logprob,
-                top=choice.top,
-                cached_tokens=sequence.cached_tokens if first else None,
-            )
-        )
-        reason = self._reason(sequence, choice.token_id)
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
+
+    def _chosen(self, sequence: Sequence, output: StepOutput, sample: int, following: Following | None) -> Choice:
+        row, token = output.logits[sample], output.tokens[sample]
+        if (failed := output.failed.get(sample)) is not None:
+            raise failed
+        if token is None:
+            self._scheduler.forget(sequence)  # any block, also one found in the cache, may hold the fault
+            raise InternalError("the model returned logits that are not finite")
+        if row is None:
+            found = output.logprobs.get(sample)
+            return Choice(token) if found is None else Choice(token, found.logprob, found.top)
+        if following is not None and following.forced:
+            return scored_choice(row, following.forced[0], sequence.sampling)
+        length = len(sequence.tokens)
+        history = sequence.history(length) if sequence.sampling.changes_logits else None
+        return choose(row, sequence.sampling, length, history, token, None if following is None else following.allowed)
+
+    def _appended(self, sequence: Sequence, choice: Choice) -> TokenOut:
+        first = sequence.generated == 0
+        sequence.tokens.append(choice.token_id)
+        return TokenOut(
+            request_id=sequence.request_id,
+            token_id=choice.token_id,
+            logprob=choice.logprob,
+            top=choice.top,
+            cached_tokens=sequence.cached_tokens if first else None,
+        )
 
     def _reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         if token_id in sequence.sampling.stop_token_ids:
@@ -423,6 +487,8 @@ class Engine:
 
     def close(self) -> None:
         """Tells the followers to stop."""
+        if self._grammars is not None:
+            self._grammars.close()
         if self._send_to_followers is not None:
             try:
                 self._send_to_followers(STOP)
@@ -482,6 +548,7 @@ def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> 
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     greedy = needs_only_argmax(sequence.sampling)
+    on_device = samples_on_device and sequence.grammar is None
     first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
@@ -493,7 +560,7 @@ def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> 
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
         greedy=greedy,
-        draw=_draw(sequence) if chunk.samples and samples_on_device and not greedy else None,
+        draw=_draw(sequence) if chunk.samples and on_device and not greedy else None,
     )
 
 

@@ -26,6 +26,8 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, StepInput
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError, TandemError, WorkerLost
+from tandem.grammar.compiler import GrammarCompiler
+from tandem.grammar.masks import Grammars
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
@@ -157,6 +159,7 @@ def build_rank(
             config.vocab_size,
             group.send_step if group else None,
             group.check_failed_alike if group else None,
+            Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
         )
     return Rank(config, layout, pool, max_model_tokens, runner, group, leader)
 

@@ -22,6 +22,7 @@ from tandem.token_history import TokenHistory
 Row = NDArray[np.float32]  # [vocab_size]
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
+Allowed = NDArray[np.bool_]  # [vocab_size]
 
 # Below this, noise could only decide between logits that are equal in fp32, and the division might overflow.
 COLDEST = 1e-5
@@ -47,26 +48,37 @@ class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: created per t
 
 def needs_only_argmax(params: SamplingParams) -> bool:
     """Whether only the token with the largest logit is needed."""
-    return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
+    is_plain = not params.changes_logits and params.grammar is None
+    return params.temperature < COLDEST and is_plain and params.logprobs is None
 
 
 def choose(
-    logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
+    logits: Row,
+    params: SamplingParams,
+    position: int,
+    history: TokenHistory | None = None,
+    best: int | None = None,
+    allowed: Allowed | None = None,
 ) -> Choice:
     """The token at `position`, counted in prompt plus output from 0. Ties go to the lowest id.
 
-    `history` None: no penalties. `best`: index of the largest logit, if known.
+    `history` None: no penalties. `best`: index of the largest logit, if known. `allowed` None: all tokens are.
     """
     row = penalised_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
+    if allowed is not None:
+        row = np.where(allowed, row, -np.inf).astype(np.float32)
     if params.temperature >= COLDEST:
         token_id = _sample(row, params, position)
     elif best is not None and row is logits:
         token_id = best
     else:
         token_id = int(np.argmax(row))
-    if params.logprobs is None:
-        return Choice(token_id)
-    return _with_logprobs(logits, token_id, params.logprobs)
+    return scored_choice(logits, token_id, params)
+
+
+def scored_choice(logits: Row, token_id: int, params: SamplingParams) -> Choice:
+    """This token, with the logprobs that `params` ask for."""
+    return Choice(token_id) if params.logprobs is None else _with_logprobs(logits, token_id, params.logprobs)
 
 
 def _sample(logits: Row, params: SamplingParams, position: int) -> int:

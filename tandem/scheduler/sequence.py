@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem.grammar.masks import GrammarRun
 from tandem.kvcache.block_pool import BlockHold
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
@@ -41,6 +42,7 @@ class Sequence:
     use_prefix_cache: bool = True
     export_from_block: int | None = None
     answered_tokens: int = 0  # last prompt tokens, generated before by another engine
+    grammar: GrammarRun | None = None  # of its answer
     stage: SequenceStage = SequenceStage.WAITING
     hold: BlockHold = BlockHold.USE
     blocks: list[int] = field(default_factory=list)

@@ -1,0 +1,204 @@
+"""Answers that satisfy a grammar: valid, the same on any engine, whatever interrupts them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import jsonschema
+import pytest
+
+from tandem.engine.factory import Rank
+from tandem.errors import InputError, RequestFailed
+from tandem.grammar import masks
+from tandem.grammar.compiler import Matcher, choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from tandem.request import FinishReason, SamplingParams
+from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.text.tokenizer import Tokenizer
+from tests.conftest import Reference
+
+VOCAB = 300
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city_name": {"type": "string", "maxLength": 6},
+        "population": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "kind": {"enum": ["capital", "village"]},
+    },
+    "required": ["city_name", "population", "kind"],
+    "additionalProperties": False,
+}
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=json_schema_grammar(SCHEMA)
+)
+SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3, frequency_penalty=0.2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1, eos_token_id=EOS)
+
+
+@pytest.fixture
+def make(model_dir: Path, tmp_path: Path) -> Callable[..., Rank]:
+    return lambda **options: single_rank(model_dir, tmp_path / "rendezvous", **options)
+
+
+def prompt(length: int) -> list[int]:
+    return random_prompt(length, VOCAB)
+
+
+def answer(rank: Rank, sampling: SamplingParams, length: int = 20) -> list[int]:
+    driver = EngineDriver(rank.engine)
+    driver.add("alone", prompt(length), sampling)
+    driver.run()
+    assert driver.ends["alone"] is FinishReason.STOP
+    assert driver.at_rest()
+    return driver.tokens["alone"]
+
+
+def text(model_dir: Path, tokens: list[int]) -> str:
+    return Tokenizer.load(model_dir).decode(tokens)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_an_answer_satisfies_its_schema(make: Callable[..., Rank], model_dir: Path, sampling: SamplingParams) -> None:
+    jsonschema.validate(json.loads(text(model_dir, answer(make(), sampling))), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (regex_grammar("[0-9]{3}-[a-f]{2}"), r"\d{3}-[a-f]{2}"),
+        (choice_grammar(["alpha", 'be"ta', "gamma\n"]), r'alpha|be"ta|gamma\n'),
+        (lark_grammar('start: "a" start "b" | "c"'), r"a*cb*"),
+    ],
+    ids=["regex", "choice", "lark"],
+)
+def test_each_kind_of_grammar_holds(
+    make: Callable[..., Rank], model_dir: Path, grammar: str, expected: str
+) -> None:
+    for seed in range(5):
+        found = text(model_dir, answer(make(), replace(SEEDED, grammar=grammar, seed=seed)))
+        assert re.fullmatch(expected, found), found
+
+
+def test_free_requests_beside_a_constrained_one_are_left_alone(
+    make: Callable[..., Rank], model_dir: Path, reference_for: Callable[[Path], Reference]
+) -> None:
+    free = SamplingParams(temperature=0.7, seed=3, max_tokens=30)
+    rank = make()
+    driver = EngineDriver(rank.engine)
+    driver.add("a", prompt(20), GREEDY)
+    driver.add("b", prompt(33), free)
+    driver.run()
+    assert driver.tokens["b"] == reference_for(model_dir).answer(prompt(33), free)
+    assert driver.tokens["a"] == answer(rank, GREEDY)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_another_engine_goes_on_alike_from_every_token(make: Callable[..., Rank], sampling: SamplingParams) -> None:
+    whole = answer(make(), sampling)
+    other = EngineDriver(make(kv_blocks=1024).engine)
+    for given in range(1, len(whole)):
+        rest = replace(sampling, max_tokens=sampling.max_tokens - given)
+        other.engine.add(make_request(f"r{given}", [*prompt(20), *whole[:given]], rest, answered_tokens=given))
+        other.run()
+        assert whole[:given] + other.tokens[f"r{given}"] == whole, given
+        joined = make_request(f"j{given}", [*prompt(20), *whole[: given - 1]], rest, answered_tokens=given - 1)
+        other.engine.reserve(joined)
+        other.engine.join(f"j{given}", whole[given - 1])
+        other.run()  # of KV that nobody wrote: what is forced is the same all the same
+        assert other.ends[f"j{given}"] is not None
+    assert other.at_rest()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_forced_tokens_are_those_that_are_found_one_by_one(
+    make: Callable[..., Rank], sampling: SamplingParams
+) -> None:
+    rank = make()
+    steps, driver = 0, EngineDriver(rank.engine)
+    driver.add("a", prompt(20), sampling)
+    while driver.engine.has_work:
+        driver.take(driver.engine.step())
+        steps += 1
+    assert driver.tokens["a"] == answer(rank, replace(sampling, logprobs=0))
+    assert steps < len(driver.tokens["a"])  # several in one step
+
+
+def test_a_preempted_answer_goes_on_alike(make: Callable[..., Rank]) -> None:
+    lengths = (40, 41, 42)
+    alone = [answer(make(), SEEDED, length) for length in lengths]
+    driver = EngineDriver(make(kv_blocks=12).engine)
+    for length in lengths:
+        driver.add(f"{length}", prompt(length), SEEDED)
+    driver.run()
+    assert driver.engine.preemptions
+    assert [driver.tokens[f"{length}"] for length in lengths] == alone
+    assert driver.at_rest()
+
+
+def test_logprobs_are_those_of_the_free_model(make: Callable[..., Rank]) -> None:
+    rank, scored = make(), replace(GREEDY, logprobs=2, max_tokens=1)
+    free = replace(scored, grammar=None)
+    results = {}
+    for name, sampling in (("constrained", scored), ("free", free)):
+        rank.engine.add(make_request(name, prompt(20), sampling))
+        while rank.engine.has_work:
+            for token in rank.engine.step().tokens:
+                results[name] = token
+    assert results["constrained"].top == results["free"].top
+    assert results["constrained"].token_id != results["free"].token_id
+
+
+def test_ignored_ends_follow_only_where_nothing_else_may(make: Callable[..., Rank], model_dir: Path) -> None:
+    sampling = replace(SEEDED, stop_token_ids=frozenset(), grammar=regex_grammar("[ab]{1,9}"))
+    assert len(text(model_dir, answer(make(), sampling))) == 9
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (lark_grammar("start: missing"), "unknown name"),
+        (lark_grammar("start: start"), "use a simpler one"),
+        (json_schema_grammar({"type": "object", "not": {}}), "not"),
+        ("{", "grammar: "),
+        ("x" * 300_000, "at most 262144 bytes"),
+    ],
+    ids=["unknown", "empty", "unsupported", "broken", "huge"],
+)
+def test_a_grammar_that_cannot_be_used_ends_its_request_alone(
+    make: Callable[..., Rank], grammar: str, reason: str
+) -> None:
+    driver = EngineDriver(make().engine)
+    driver.add("bad", prompt(20), replace(GREEDY, grammar=grammar))
+    driver.add("good", prompt(33), replace(GREEDY, grammar=None, max_tokens=9))
+    driver.run()
+    error = driver.ends["bad"]
+    assert isinstance(error, InputError)
+    assert reason in str(error)
+    assert len(driver.tokens["good"]) == 9
+    assert driver.at_rest()
+
+
+def test_a_grammar_that_is_late_delays_no_other_request_and_ends_its_own(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "MAX_LATE_S", 0.0)
+    ended = Event()
+    monkeypatch.setattr(Matcher, "allowed", lambda *_: ended.wait(60))
+    driver = EngineDriver(make().engine)
+    driver.add("late", prompt(20), GREEDY)
+    driver.add("good", prompt(33), replace(GREEDY, grammar=None, max_tokens=9))
+    driver.run()
+    ended.set()
+    assert isinstance(driver.ends["late"], RequestFailed)
+    assert len(driver.tokens["good"]) == 9
+    assert driver.at_rest()
