@@ -34,6 +34,7 @@ from router.service import RouterService
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
 from tandem.request import FinishReason, check_length
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -137,7 +138,7 @@ class InferenceEdge(InferenceServicer):
         try:
             self._service.check_tokens(request.model, len(request.token_ids.ids), call)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
-            sampling = _sampling(request.sampling)
+            sampling = _sampling(request.sampling, _constraint(request.constraint))
             return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
         except InputError as error:
             self._service.rejected(request.model, error)
@@ -163,7 +164,26 @@ def _messages(chat: pb.ChatMessages) -> tuple[Message, ...]:
     return tuple(Message(each.role, each.content) for each in chat.messages)
 
 
-def _sampling(given: pb.SamplingParams) -> RawSampling:
+def _constraint(given: pb.Constraint) -> Constraint | None:
+    """Raises InputError."""
+    match given.WhichOneof("kind"):
+        case "json_schema":
+            return json_schema_text(given.json_schema, "constraint.json_schema")
+        case "json_object":
+            if not given.json_object:
+                raise InputError("constraint.json_object: expected true, or no constraint", field="constraint.json_object")
+            return json_object("constraint.json_object")
+        case "regex":
+            return regex(given.regex, "constraint.regex")
+        case "choice":
+            return choice(given.choice.texts, "constraint.choice")
+        case "grammar":
+            return grammar(given.grammar, "constraint.grammar")
+        case _:
+            return None
+
+
+def _sampling(given: pb.SamplingParams, constraint: Constraint | None) -> RawSampling:
     return RawSampling(
         temperature=given.temperature if given.HasField("temperature") else None,
         top_p=given.top_p if given.HasField("top_p") else None,
@@ -180,6 +200,7 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
         logit_bias=tuple(given.logit_bias.items()),
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
+        constraint=constraint,
     )
 
 

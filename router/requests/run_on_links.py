@@ -62,7 +62,7 @@ class RunOnLinks:
             self._leave(link, frame)
         else:
             if isinstance(frame, act.Opening):
-                if not link.ready:
+                if not link.ready or (self._request.sampling.grammar is not None and not link.takes_grammars):
                     return None
                 link.attach(frame.wire_id, self)
             link.send(self._message(frame))

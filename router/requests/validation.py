@@ -15,9 +15,12 @@ from pathlib import Path
 from router.admission.fair_threads import FairThreads
 from router.request_ids import new_request_id
 from router.requests.detokenizer import stop_automaton
+from router.requests.grammar_check import GrammarChecker
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
 from tandem.errors import ContextExceeded, InputError, shown
+from tandem.grammar.compiler import GrammarCompiler
+from tandem.grammar.constraint import Constraint
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.text.chat_template import ChatTemplate
@@ -61,6 +64,7 @@ class RawSampling:
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,9 @@ class ServingModel:
         self._bos = config.bos_token_id
         limits = (config.max_position_tokens, served.max_model_tokens)
         self.max_model_tokens = min(limit for limit in limits if limit is not None)
+        self._grammars = GrammarChecker(
+            partial(GrammarCompiler.load, Path(served.model_dir), config.vocab_size, sorted(self._eos))
+        )
 
     @classmethod
     def load(cls, served: ServedModel) -> ServingModel:
@@ -141,6 +148,8 @@ class ServingModel:
     ) -> ValidRequest:
         """`max_model_tokens`: the workers' limit, if lower. `cache_salt`: derived from the client's and the tenant's,
         at most 64 bytes. Raises InputError with the field."""
+        if raw.sampling.constraint is not None:
+            await self._grammars.check(raw.sampling.constraint, threads, tenant)
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
         stop_chars = sum(map(len, raw.sampling.stop))
@@ -281,6 +290,7 @@ class ServingModel:
             repetition_penalty=raw.repetition_penalty,
             logit_bias=dict(raw.logit_bias),
             prompt_logprobs=raw.prompt_logprobs,
+            grammar=None if raw.constraint is None else raw.constraint.grammar,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:

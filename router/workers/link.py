@@ -27,7 +27,7 @@ from tandem.rpc.identity import Identity
 from tandem.rpc.versions import ProtocolRange, common_version, stated_versions
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
-from worker.wire import BEFORE_RANGES, VERSIONS
+from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class WorkerLink:
         self._stalled: list[RequestSink] = []  # taken off since the last progress
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._takes_batches = False  # several frames per message; older workers do not support it
+        self.takes_grammars = False  # likewise
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -224,6 +225,7 @@ class WorkerLink:
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
             self._takes_batches = first.hello.takes_more
+            self.takes_grammars = first.hello.protocol >= GRAMMAR_SINCE
             self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)

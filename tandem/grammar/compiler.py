@@ -1,12 +1,11 @@
-"""Compiles grammars for one tokenizer. Torch-free; only this module imports `llguidance`.
+"""Compiles grammars for one tokenizer. Torch-free; only this package imports `llguidance`.
 
-A grammar is llguidance's own text: Lark, or JSON that holds a JSON Schema or a regular expression. What a compiled one
-allows next depends on the tokens of the answer alone, so another worker that takes them finds the same.
+What a grammar allows next depends on the tokens of the answer alone, so another worker that takes them finds the
+same.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import llguidance
 import numpy as np
 
 from tandem.errors import CheckpointError, InputError
+from tandem.grammar.constraint import MAX_GRAMMAR_BYTES
 from tandem.sampling.sampler import Allowed
 
-MAX_GRAMMAR_BYTES = 256 << 10
 MAX_FORCED_TOKENS = 64  # taken at once
 # Work is limited in units of the library, so that a grammar is refused alike on any machine. Of one mask: about 5 ms.
 _LIMITS = llguidance.LLParserLimits(
@@ -97,7 +96,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: str) -> Matcher:
         """Releases the interpreter lock. Raises InputError with the library's reason."""
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:  # routers' values are checked too
             raise InputError(f"grammar: expected at most {MAX_GRAMMAR_BYTES} bytes", field="grammar")
         inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if inner.is_error():
@@ -105,33 +104,6 @@ class GrammarCompiler:
         matcher = Matcher(inner, self._vocab_size, self._eos)
         matcher.copy().allowed(self._eos)  # nothing may satisfy it, or the vocabulary cannot write what would
         return matcher
-
-
-def json_schema_grammar(schema: object) -> str:
-    """`schema`: parsed JSON, an object or a boolean. Answers have one space after `,` and `:` and no others, so that a
-    model never writes white space without end."""
-    options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": options}
-    return json.dumps({"grammars": [{"json_schema": schema}]})
-
-
-def json_object_grammar() -> str:
-    """Any JSON object."""
-    return json_schema_grammar({"type": "object"})
-
-
-def regex_grammar(regex: str) -> str:
-    pattern = llguidance.regex_to_lark(regex, "dw")  # \d and \w are ASCII, as in JSON Schema
-    return json.dumps({"grammars": [{"lark_grammar": f"start: /{pattern}/"}]})
-
-
-def choice_grammar(choices: Sequence[str]) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": "start: " + " | ".join(map(json.dumps, choices))}]})
-
-
-def lark_grammar(lark: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def _first_line(text: str) -> str:

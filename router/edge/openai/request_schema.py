@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, Field, ValidationError, WrapValidator
 from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
+from router.edge.openai.constraint_fields import ConstraintFields, ResponseFormat
+from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
@@ -24,26 +26,6 @@ MAX_NAME_CHARS = 80  # of a client's field name in an error
 MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-Item = TypeVar("Item")
-# Pydantic stops at the first fault: a list of a million wrong items costs no more than one of them.
-Items = Annotated[list[Item], Field(fail_fast=True)]
-
-
-def at_most(most: int, field: str) -> BeforeValidator:
-    """Limits the length of a list before its items are validated."""
-
-    def check(given: object) -> object:
-        if isinstance(given, list) and len(given) > most:
-            raise InputError(f"{field}: expected at most {most}, got {len(given)}", field=field)
-        return given
-
-    return BeforeValidator(check)
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
 
 
@@ -92,7 +74,7 @@ MAX_TOKENS_HELP = (
 )
 
 
-class _GenerationRequest(StrictModel):
+class _GenerationRequest(ConstraintFields):
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)
     temperature: float | None = None
@@ -112,6 +94,7 @@ class _GenerationRequest(StrictModel):
     logit_bias: dict[str, float] | None = None
     cache_salt: CacheSalt = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -142,6 +125,7 @@ class _GenerationRequest(StrictModel):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=self._logit_bias(),
+            constraint=self._constraint(self.response_format),
         )
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
@@ -169,7 +153,6 @@ class ChatCompletionRequest(_GenerationRequest):
     parallel_tool_calls: bool | None = None
     functions: object = None
     function_call: object = None
-    response_format: object = None
     audio: object = None
     modalities: object = None
     moderation: object = None
@@ -269,7 +252,6 @@ _NEUTRAL_CHAT: Neutral = {
     "parallel_tool_calls": equals(True),
     "functions": is_empty,
     "function_call": equals("none"),
-    "response_format": equals({"type": "text"}),
     "modalities": equals(["text"]),
     "audio": never,
     "moderation": never,

@@ -11,16 +11,14 @@ from router.edge.openai.request_schema import (
     MAX_MESSAGES,
     MAX_TOKENS_HELP,
     CacheSalt,
-    Items,
     StreamOptions,
-    StrictModel,
-    at_most,
     equals,
     is_empty,
     never,
     refuse_unsupported,
     unsupported,
 )
+from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.requests.validation import Message, RawRequest, RawSampling
 from tandem.errors import InputError
 from tandem.request import MAX_LOGPROBS

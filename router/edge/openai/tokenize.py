@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.edge.openai.request_schema import Items, Messages, StrictModel, at_most
+from router.edge.openai.request_schema import Messages
+from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.requests.validation import Message
 from tandem.errors import InputError
 

@@ -15,7 +15,8 @@ import pytest
 from tandem.engine.factory import Rank
 from tandem.errors import InputError, RequestFailed
 from tandem.grammar import masks
-from tandem.grammar.compiler import Matcher, choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from tandem.grammar.compiler import Matcher
+from tandem.grammar.constraint import choice, json_schema, lark, regex
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -35,7 +36,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=json_schema_grammar(SCHEMA)
+    temperature=0.0, max_tokens=200, stop_token_ids=frozenset({EOS}), grammar=json_schema(SCHEMA, "").grammar
 )
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3, frequency_penalty=0.2)
 
@@ -75,9 +76,9 @@ def test_an_answer_satisfies_its_schema(make: Callable[..., Rank], model_dir: Pa
 @pytest.mark.parametrize(
     ("grammar", "expected"),
     [
-        (regex_grammar("[0-9]{3}-[a-f]{2}"), r"\d{3}-[a-f]{2}"),
-        (choice_grammar(["alpha", 'be"ta', "gamma\n"]), r'alpha|be"ta|gamma\n'),
-        (lark_grammar('start: "a" start "b" | "c"'), r"a*cb*"),
+        (regex("[0-9]{3}-[a-f]{2}", "").grammar, r"\d{3}-[a-f]{2}"),
+        (choice(["alpha", 'be"ta', "gamma\n"], "").grammar, r'alpha|be"ta|gamma\n'),
+        (lark('start: "a" start "b" | "c"', "").grammar, r"a*cb*"),
     ],
     ids=["regex", "choice", "lark"],
 )
@@ -159,18 +160,18 @@ def test_logprobs_are_those_of_the_free_model(make: Callable[..., Rank]) -> None
 
 
 def test_ignored_ends_follow_only_where_nothing_else_may(make: Callable[..., Rank], model_dir: Path) -> None:
-    sampling = replace(SEEDED, stop_token_ids=frozenset(), grammar=regex_grammar("[ab]{1,9}"))
+    sampling = replace(SEEDED, stop_token_ids=frozenset(), grammar=regex("[ab]{1,9}", "").grammar)
     assert len(text(model_dir, answer(make(), sampling))) == 9
 
 
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        (lark_grammar("start: missing"), "unknown name"),
-        (lark_grammar("start: start"), "use a simpler one"),
-        (json_schema_grammar({"type": "object", "not": {}}), "not"),
+        (lark("start: missing", "").grammar, "unknown name"),
+        (lark("start: start", "").grammar, "use a simpler one"),
+        (json_schema({"type": "object", "not": {}}, "").grammar, "not"),
         ("{", "grammar: "),
-        ("x" * 300_000, "at most 262144 bytes"),
+        ("x" * 300_000, "at most 65536 bytes"),
     ],
     ids=["unknown", "empty", "unsupported", "broken", "huge"],
 )

@@ -193,7 +193,6 @@ async def test_fields_without_effect_are_accepted(cluster: Cluster) -> None:
         ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("chat/completions", {"tool_choice": "auto"}, "tool_choice"),
         ("chat/completions", {"functions": [{}]}, "functions"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("chat/completions", {"prediction": {}}, "prediction"),

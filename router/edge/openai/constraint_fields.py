@@ -1,0 +1,110 @@
+"""The fields that constrain an answer: OpenAI's `response_format`, and those that clients of vLLM and SGLang send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from router.edge.openai.strict_model import Items, StrictModel
+from tandem.errors import InputError
+from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema, json_schema_text, regex
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class JsonSchemaFormat(StrictModel):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema", description="JSON Schema, draft 2020-12. Absent: any JSON object.")
+    strict: bool | None = Field(None, description="No effect: every answer satisfies its schema.")
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Raises InputError."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InputError(
+                "response_format.json_schema: expected exactly with type 'json_schema'",
+                field="response_format.json_schema",
+            )
+        if self.json_schema is None:
+            return None if self.type == "text" else json_object("response_format")
+        if self.json_schema.schema_ is None:
+            return json_object("response_format.json_schema")
+        return json_schema(self.json_schema.schema_, "response_format.json_schema.schema")
+
+
+class StructuredOutputs(StrictModel):
+    """As in vLLM: exactly one of its fields."""
+
+    json_: Any = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Items[str] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class ConstraintFields(StrictModel):
+    """At most one of them, and of `response_format`."""
+
+    structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM.")
+    guided_json: Any = Field(None, description="A JSON Schema, also as text; as in vLLM.")
+    guided_regex: Text | None = Field(None, description="As in vLLM.")
+    guided_choice: Items[str] | None = Field(None, description="As in vLLM.")
+    guided_grammar: Text | None = Field(None, description="Lark or GBNF; as in vLLM.")
+    json_schema: Any = Field(None, description="A JSON Schema as text; as in SGLang.")
+    regex: Text | None = Field(None, description="As in SGLang.")
+    ebnf: Text | None = Field(None, description="Lark or GBNF; as in SGLang.")
+
+    def _constraint(self, response_format: ResponseFormat | None) -> Constraint | None:
+        """Raises InputError."""
+        outer = {
+            "guided_json": (self.guided_json, _schema),
+            "guided_regex": (self.guided_regex, regex),
+            "guided_choice": (self.guided_choice, choice),
+            "guided_grammar": (self.guided_grammar, grammar),
+            "json_schema": (self.json_schema, _schema),
+            "regex": (self.regex, regex),
+            "ebnf": (self.ebnf, grammar),
+        }
+        found = [_made(name, value, make) for name, (value, make) in outer.items() if value is not None]
+        if (inner := self.structured_outputs) is not None:
+            found.append(_of_structured_outputs(inner))
+        if response_format is not None and (formatted := response_format.constraint()) is not None:
+            found.append(formatted)
+        if len(found) > 1:
+            fields = " and ".join(each.field for each in found)
+            raise InputError(f"{fields}: expected at most one of them; leave the others out", field=found[1].field)
+        return found[0] if found else None
+
+
+def _of_structured_outputs(given: StructuredOutputs) -> Constraint:
+    fields = {
+        "json": (given.json_, _schema),
+        "regex": (given.regex, regex),
+        "choice": (given.choice, choice),
+        "grammar": (given.grammar, grammar),
+        "json_object": (given.json_object or None, lambda _, field: json_object(field)),
+    }
+    set_ = {name: each for name, each in fields.items() if each[0] is not None}
+    if len(set_) != 1:
+        raise InputError(
+            f"structured_outputs: expected exactly one of {', '.join(fields)}, got {', '.join(set_) or 'none'}",
+            field="structured_outputs",
+        )
+    ((name, (value, make)),) = set_.items()
+    return _made(f"structured_outputs.{name}", value, make)
+
+
+def _made(field: str, value: Any, make: Callable[[Any, str], Constraint]) -> Constraint:
+    return make(value, field)
+
+
+def _schema(given: object, field: str) -> Constraint:
+    """A JSON Schema, or its text."""
+    return json_schema_text(given, field) if isinstance(given, str) else json_schema(given, field)

@@ -1,0 +1,157 @@
+"""What an answer has to satisfy, as clients ask for it, and the grammar of each kind.
+
+Grammars are texts of llguidance: JSON that holds a JSON Schema or Lark. The router checks them; workers compile them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from tandem.errors import InputError, UnsupportedField
+
+MAX_GRAMMAR_BYTES = 64 << 10  # of what a client sends
+MAX_DEPTH = 32  # of a schema
+MAX_CHOICES = 1024
+# Keywords whose value is one schema, a list of them, or an object of them.
+_ONE = frozenset(
+    "additionalItems additionalProperties contains contentSchema else if items not propertyNames then "
+    "unevaluatedItems unevaluatedProperties".split()
+)
+_MANY = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+_NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+_OPTIONS = "x-guidance"  # the library's own keyword: it could turn checks off
+# One space after `,` and `:`, and no other white space, which a model could write without end.
+_COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`field`: what the client sent it in. `schema`: the parsed JSON Schema, if it is one."""
+
+    field: str
+    grammar: str
+    schema: object = None
+
+    def located(self, reason: str) -> InputError:
+        """The error for a grammar that cannot be used; for an unsupported keyword of a schema with its JSON pointer."""
+        reason = reason.removeprefix("grammar: ")
+        keywords = _unimplemented(reason)
+        for pointer, keyword in _keywords(self.schema, ""):
+            if keyword in keywords:
+                where = f"{pointer}/{_escaped(keyword)}"
+                return UnsupportedField(
+                    f"{self.field}: {where}: the keyword {keyword[:40]!r} is not supported; leave it out",
+                    field=self.field,
+                )
+        return InputError(f"{self.field}: expected a grammar that can be used: {reason}", field=self.field)
+
+
+def json_schema(schema: object, field: str) -> Constraint:
+    """`schema`: parsed JSON. Raises InputError."""
+    if not isinstance(schema, dict | bool):
+        raise InputError(f"{field}: expected a JSON Schema (an object or a boolean), got {_kind(schema)}", field=field)
+    if isinstance(schema, dict):
+        if _OPTIONS in schema:
+            raise UnsupportedField(f"{field}: /{_OPTIONS}: this keyword is not supported; leave it out", field=field)
+        _check_depth(schema, field)
+        schema = {**schema, _OPTIONS: _COMPACT}
+    return _limited(Constraint(field, json.dumps({"grammars": [{"json_schema": schema}]}), schema))
+
+
+def json_schema_text(text: str, field: str) -> Constraint:
+    """As `json_schema`, of JSON text."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{field}: expected a JSON Schema as text: {error}", field=field) from None
+    return json_schema(schema, field)
+
+
+def json_object(field: str) -> Constraint:
+    """Any JSON object."""
+    return json_schema({"type": "object"}, field)
+
+
+def regex(pattern: str, field: str) -> Constraint:
+    """`\\d` and `\\w` are ASCII, as in JSON Schema."""
+    return lark(f"start: /{llguidance.regex_to_lark(pattern, 'dw')}/", field)
+
+
+def choice(choices: Sequence[str], field: str) -> Constraint:
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise InputError(f"{field}: expected 1 to {MAX_CHOICES} texts, got {len(choices)}", field=field)
+    if not all(choices):
+        raise InputError(f"{field}: expected texts of at least one character, got an empty one", field=field)
+    return lark("start: " + " | ".join(json.dumps(each) for each in choices), field)
+
+
+def grammar(text: str, field: str) -> Constraint:
+    """A Lark grammar, or one of GBNF, which llama.cpp, vLLM and SGLang take. Raises InputError."""
+    try:
+        return lark(any_to_lark(text), field)
+    except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
+        raise InputError(f"{field}: expected a grammar in Lark or GBNF: {error}", field=field) from None
+
+
+def lark(text: str, field: str) -> Constraint:
+    return _limited(Constraint(field, json.dumps({"grammars": [{"lark_grammar": text}]})))
+
+
+def _limited(constraint: Constraint) -> Constraint:
+    if (size := len(constraint.grammar.encode())) > MAX_GRAMMAR_BYTES:
+        field = constraint.field
+        raise InputError(f"{field}: expected at most {MAX_GRAMMAR_BYTES} bytes, got {size}; make it smaller", field=field)
+    return constraint
+
+
+def _check_depth(schema: object, field: str) -> None:
+    level: list[object] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
+            return
+    raise InputError(f"{field}: expected a schema of at most {MAX_DEPTH} levels; make it flatter", field=field)
+
+
+def _inner(value: object) -> list[object]:
+    found = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [each for each in found if isinstance(each, dict | list)]
+
+
+def _keywords(schema: object, pointer: str) -> Iterator[tuple[str, str]]:
+    """(JSON pointer of a schema, keyword in it), for a schema and those in it."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        yield pointer, keyword
+        inner = f"{pointer}/{_escaped(keyword)}"
+        if keyword in _ONE:
+            yield from _keywords(value, inner)
+        if keyword in _MANY and isinstance(value, list):
+            for number, each in enumerate(value):
+                yield from _keywords(each, f"{inner}/{number}")
+        if keyword in _NAMED and isinstance(value, dict):
+            for name, each in value.items():
+                yield from _keywords(each, f"{inner}/{_escaped(name)}")
+
+
+def _unimplemented(reason: str) -> frozenset[str]:
+    """The keywords that llguidance names."""
+    _, found, names = reason.partition("Unimplemented keys: ")
+    try:
+        return frozenset(json.loads(names)) if found else frozenset()
+    except ValueError:
+        return frozenset()
+
+
+def _escaped(key: str) -> str:
+    return key[:80].replace("~", "~0").replace("/", "~1")
+
+
+def _kind(value: object) -> str:
+    return {list: "an array", str: "a string", int: "a number", float: "a number"}.get(type(value), "null")
