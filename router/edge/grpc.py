@@ -33,8 +33,8 @@ from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest
 from router.service import RouterService
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse
-from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
+from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.request import FinishReason, check_length
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -171,7 +171,9 @@ def _constraint(given: pb.Constraint) -> Constraint | None:
             return json_schema_text(given.json_schema, "constraint.json_schema")
         case "json_object":
             if not given.json_object:
-                raise InputError("constraint.json_object: expected true, or no constraint", field="constraint.json_object")
+                raise InputError(
+                    "constraint.json_object: expected true, or no constraint", field="constraint.json_object"
+                )
             return json_object("constraint.json_object")
         case "regex":
             return regex(given.regex, "constraint.regex")

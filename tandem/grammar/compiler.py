@@ -11,10 +11,12 @@ from pathlib import Path
 
 import llguidance
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.errors import CheckpointError, InputError
 from tandem.grammar.constraint import MAX_GRAMMAR_BYTES
-from tandem.sampling.sampler import Allowed
+
+Allowed = NDArray[np.bool_]  # [vocab_size]
 
 MAX_FORCED_TOKENS = 64  # taken at once
 # Work is limited in units of the library, so that a grammar is refused alike on any machine. Of one mask: about 5 ms.

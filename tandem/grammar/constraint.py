@@ -19,9 +19,11 @@ MAX_DEPTH = 32  # of a schema
 MAX_CHOICES = 1024
 # Keywords whose value is one schema, a list of them, or an object of them.
 _ONE = frozenset(
-    "additionalItems additionalProperties contains contentSchema else if items not propertyNames then "
-    "unevaluatedItems unevaluatedProperties".split()
-)
+    [
+        "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+        "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+    ]
+)  # fmt: skip
 _MANY = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
 _OPTIONS = "x-guidance"  # the library's own keyword: it could turn checks off
@@ -105,7 +107,9 @@ def lark(text: str, field: str) -> Constraint:
 def _limited(constraint: Constraint) -> Constraint:
     if (size := len(constraint.grammar.encode())) > MAX_GRAMMAR_BYTES:
         field = constraint.field
-        raise InputError(f"{field}: expected at most {MAX_GRAMMAR_BYTES} bytes, got {size}; make it smaller", field=field)
+        raise InputError(
+            f"{field}: expected at most {MAX_GRAMMAR_BYTES} bytes, got {size}; make it smaller", field=field
+        )
     return constraint
 
 

@@ -15,8 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from tandem.errors import InputError, RequestFailed
-from tandem.grammar.compiler import MAX_FORCED_TOKENS, GrammarCompiler, Matcher
-from tandem.sampling.sampler import Allowed
+from tandem.grammar.compiler import MAX_FORCED_TOKENS, Allowed, GrammarCompiler, Matcher
 
 MASK_WAIT_S = 0.005  # of a step, for all its masks
 MAX_LATE_S = 5.0  # of a request, from when its next token could have been chosen

@@ -22,7 +22,6 @@ from tandem.token_history import TokenHistory
 Row = NDArray[np.float32]  # [vocab_size]
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
-Allowed = NDArray[np.bool_]  # [vocab_size]
 
 # Below this, noise could only decide between logits that are equal in fp32, and the division might overflow.
 COLDEST = 1e-5
@@ -58,11 +57,11 @@ def choose(
     position: int,
     history: TokenHistory | None = None,
     best: int | None = None,
-    allowed: Allowed | None = None,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> Choice:
     """The token at `position`, counted in prompt plus output from 0. Ties go to the lowest id.
 
-    `history` None: no penalties. `best`: index of the largest logit, if known. `allowed` None: all tokens are.
+    `history` None: no penalties. `best`: index of the largest logit, if known. `allowed` [vocab_size]; None: all.
     """
     row = penalised_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
     if allowed is not None:

@@ -82,9 +82,7 @@ def test_an_answer_satisfies_its_schema(make: Callable[..., Rank], model_dir: Pa
     ],
     ids=["regex", "choice", "lark"],
 )
-def test_each_kind_of_grammar_holds(
-    make: Callable[..., Rank], model_dir: Path, grammar: str, expected: str
-) -> None:
+def test_each_kind_of_grammar_holds(make: Callable[..., Rank], model_dir: Path, grammar: str, expected: str) -> None:
     for seed in range(5):
         found = text(model_dir, answer(make(), replace(SEEDED, grammar=grammar, seed=seed)))
         assert re.fullmatch(expected, found), found
@@ -121,9 +119,7 @@ def test_another_engine_goes_on_alike_from_every_token(make: Callable[..., Rank]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_forced_tokens_are_those_that_are_found_one_by_one(
-    make: Callable[..., Rank], sampling: SamplingParams
-) -> None:
+def test_forced_tokens_are_those_that_are_found_one_by_one(make: Callable[..., Rank], sampling: SamplingParams) -> None:
     rank = make()
     steps, driver = 0, EngineDriver(rank.engine)
     driver.add("a", prompt(20), sampling)

@@ -172,7 +172,7 @@ async def test_a_constraint_that_cannot_be_used_is_refused_by_field(
         assert error["param"] == param
         assert said in error["message"]
         assert len(error["message"]) < 600
-    assert not (cluster.prefill.works or cluster.decode.works)
+    assert not [*cluster.prefill.works, *cluster.decode.works]
 
 
 def test_an_unsupported_keyword_is_an_unsupported_field() -> None:
@@ -186,5 +186,5 @@ async def test_a_worker_that_knows_no_grammars_gets_none(cluster: Cluster) -> No
         worker.link.takes_grammars = False
     reply = await cluster.http.post("/v1/completions", json=COMPLETION | {"regex": "b"})
     assert reply.status_code == 503
-    assert not (cluster.prefill.works or cluster.decode.works)
+    assert not [*cluster.prefill.works, *cluster.decode.works]
     assert (await cluster.http.post("/v1/completions", json=COMPLETION)).status_code == 200
