@@ -15,7 +15,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-structured bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench-router: $(DEV)  ## Measure the router and its prefix index (ARGS="--figure
 
 bench-engine: $(DEV)  ## Measure the engine on this CPU (peers: scripts/engine-peers.sh; ARGS="--figure decode")
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-structured: $(DEV)  ## Measure what constrained answers cost on this CPU (ARGS="--figure masks")
+	@$(BIN)/python -m benchmarks.structured $(ARGS)
 
 bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; some need --traces FOLDER)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -124,9 +123,7 @@ def measure_masks(compiler: GrammarCompiler, sizes: Sizes) -> Iterator[Figure]:
     yield Figure("structured.mask_p99_us", _percentile(mask_us, 99), "us", 1000.0)
 
 
-def _masks_us(
-    matcher: Matcher, random_: np.random.Generator, tokens: int, ends: frozenset[int]
-) -> Iterator[float]:
+def _masks_us(matcher: Matcher, random_: np.random.Generator, tokens: int, ends: frozenset[int]) -> Iterator[float]:
     for _ in range(tokens):
         if matcher.is_complete:
             return
@@ -240,4 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
