@@ -219,15 +219,17 @@ def drain(
 def restart(
     model: RestartModel = None,
     wait: Wait = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Begin none: follow the one under way.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Restart the workers one after another, without losing a request."""
+    """Restart the workers one after another, without losing a request. The cluster goes on if this command ends."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.scaling import run_restart
+    from cluster.cli.commands.scaling import run_restart, run_watch_restart
 
-    raise typer.Exit(run_restart(model, wait, find_admin(address, cluster, tls)))
+    admin = find_admin(address, cluster, tls)
+    raise typer.Exit(run_watch_restart(admin) if watch else run_restart(model, wait, admin))
 
 
 @app.command()

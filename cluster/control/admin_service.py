@@ -12,6 +12,7 @@ import grpc.aio
 
 from cluster.control.apply import SpecApplier
 from cluster.control.pool_scaler import PoolScaler
+from cluster.control.rolling_restart import RollingRestart
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
 from cluster.control.workers import Workers
@@ -40,6 +41,8 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "RecordRequests": ADMINS,
         "Scale": ADMINS,
         "DrainWorker": ADMINS,
+        "RestartWorkers": ADMINS,
+        "GetRestart": ADMINS,
         "Apply": ADMINS,
         "Shutdown": ADMINS,
     }.items()
@@ -63,6 +66,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         workers: Workers,
         routers: Routers,
         scaler: PoolScaler,
+        restart: RollingRestart,
         applier: SpecApplier,
         status: StatusReport,
         stop_requested: asyncio.Event,
@@ -70,6 +74,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         self._workers = workers
         self._routers = routers
         self._scaler = scaler
+        self._restart = restart
         self._applier = applier
         self._status = status
         self._stop_requested = stop_requested
@@ -148,6 +153,18 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         async with self._audited(context, "DrainWorker", asked):
             await self._scaler.drain(request.worker_id, restart=request.restart, move=not request.wait_for_ends)
         return cluster_pb2.DrainWorkerResponse()
+
+    async def RestartWorkers(
+        self, request: cluster_pb2.RestartWorkersRequest, context: Context
+    ) -> cluster_pb2.RollingRestart:
+        try:
+            await self._restart.begin(request.model, move=not request.wait_for_ends)
+        except TandemError as error:
+            await abort(context, error)
+        return self._restart.status()
+
+    async def GetRestart(self, request: cluster_pb2.GetRestartRequest, context: Context) -> cluster_pb2.RollingRestart:
+        return self._restart.status()
 
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Context) -> cluster_pb2.ApplyResponse:
         async with self._audited(context, "Apply", ["dry run"] if request.dry_run else []) as details:

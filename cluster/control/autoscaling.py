@@ -11,9 +11,9 @@ from typing import Protocol
 
 from cluster.control.observed_load import ObservedLoad
 from cluster.control.pool_scaler import PoolScaler
-from cluster.control.tasks import count_failure, keep_running
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
+from cluster.tasks import count_failure, keep_running
 from planner.autoscaler import (
     SETTLE_S,
     Autoscaler,

@@ -23,14 +23,15 @@ from cluster.control.node_drainer import NodeDrainer
 from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import ClusterRecord, RecordWriter, Successor
 from cluster.control.redis import Redis
+from cluster.control.rolling_restart import RollingRestart
 from cluster.control.routers import Routers
 from cluster.control.status_report import StatusReport
-from cluster.control.tasks import keep_running, raise_failure, run_together
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.keeper import KeeperCalls
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, check_ports
+from cluster.tasks import keep_running, raise_failure, run_together
 from tandem.config.observability import LogTarget
 from tandem.config.spec import Role
 from tandem.errors import PortInUse, UnavailableError
@@ -79,6 +80,7 @@ class Controller:
         self.workers = Workers(cluster, backend, self._tls, touch)
         self.routers = Routers(cluster, backend, run_base, touch)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
+        self.restart = RollingRestart(self.workers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
         self.applier = SpecApplier(self.scaler, self.autoscaling, self._successor.source, touch)
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
@@ -96,6 +98,7 @@ class Controller:
             workers=self.workers,
             routers=self.routers,
             scaler=self.scaler,
+            restart=self.restart,
             applier=self.applier,
             status=status,
             stop_requested=self.stop_requested,
@@ -168,12 +171,14 @@ class Controller:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         self.applier.source = SpecSource(record.spec, record.flags)
         self.scaler.under_way[:] = record.under_way
+        self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
         self.workers.resume(self._epoch_settings(record.admin_address), record.workers)
         await self._serve_admin(record.admin_address)  # `admin_port: 0` is another port for each `tandem up`
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
+        self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
         return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)
@@ -190,6 +195,7 @@ class Controller:
             workers=self.workers.records(),
             routers=self.routers.records(),
             under_way=tuple(self.scaler.under_way),
+            restart=self.restart.record,
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:
@@ -222,6 +228,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.autoscaling.stop()
+        await self.restart.close()
         await self.workers.close()
         await self._redis.stop()
         if self._admin is not None:

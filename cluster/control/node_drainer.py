@@ -7,8 +7,8 @@ import logging
 
 from cluster.backends.protocol import Backend
 from cluster.control.pool_scaler import PoolScaler
-from cluster.control.tasks import count_failure
 from cluster.control.workers import Workers
+from cluster.tasks import count_failure
 
 log = logging.getLogger(__name__)
 

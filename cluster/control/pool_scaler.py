@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 from cluster.control.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
 from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
-from cluster.control.tasks import count_failure
 from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
+from cluster.tasks import count_failure
 from tandem.config.spec import ControlSpec, Role
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.v1 import cluster_pb2
@@ -149,16 +149,32 @@ class PoolScaler:
             if slot is None:
                 known = ", ".join(sorted(self._workers.slots))
                 raise ConfigError(f"worker_id: expected one of {known}, got {worker_id!r}", field="worker_id")
-            alone = [each for each in self._workers.slots_of(slot.model) if each.role is Role.DECODE] == [slot]
+            alone, epoch = self._is_alone(slot), slot.epoch
             if alone and not restart:
                 raise ConfigError(f"worker_id: {worker_id} is the model's last decode worker", field="worker_id")
-            async with self._noted(DrainRecord(worker_id=worker_id, epoch=slot.epoch, restart=restart, move=move)):
+            async with self._noted(DrainRecord(worker_id=worker_id, epoch=epoch, restart=restart, move=move)):
                 await self.empty(slot, move=move and not alone)
-                await (self._restart(slot) if restart else self._workers.remove(worker_id))
+                await (self._restart(slot, epoch) if restart else self._workers.remove(worker_id))
 
-    async def _restart(self, slot: WorkerSlot) -> None:
-        epoch = slot.epoch
-        slot.restart("restarted by request")
+    async def restart(self, worker_id: str, epoch: int, *, move: bool) -> bool:
+        """Empties a worker in this epoch and restarts it; returns when it is ready in another one. False: it left the
+        cluster. Raises TandemError if it cannot start."""
+        async with self._lock:
+            slot = self._workers.slots.get(worker_id)
+            if slot is None:
+                return False
+            if slot.epoch == epoch:
+                await self.empty(slot, move=move and not self._is_alone(slot))
+            await self._restart(slot, epoch)
+            return True
+
+    def _is_alone(self, slot: WorkerSlot) -> bool:
+        """Whether it is its model's only decode worker."""
+        return [each for each in self._workers.slots_of(slot.model) if each.role is Role.DECODE] == [slot]
+
+    async def _restart(self, slot: WorkerSlot, epoch: int) -> None:
+        if slot.epoch == epoch:  # else it ended by itself
+            slot.restart("restarted by request")
         await self._until(
             lambda: slot.epoch != epoch and slot.state is WorkerState.READY,
             f"{slot.worker_id} to be ready again",

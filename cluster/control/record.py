@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.control.tasks import count_failure
 from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_live
+from cluster.tasks import count_failure
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
 from tandem.config.spec import ClusterSpec, Role
@@ -70,10 +70,23 @@ class DrainRecord(Frozen):
     move: bool
 
 
+class RestartRecord(Frozen):
+    """A restart of workers, one after another. `epochs`: by worker, in their order, when it began: a worker in another
+    epoch has been restarted. `left`: of them, those that left the cluster before their turn."""
+
+    restart_id: str
+    epochs: dict[str, int]
+    move: bool
+    restarted: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    is_over: bool = False
+    failure: str = ""
+
+
 class ClusterRecord(Frozen):
     """`holder`: the keeper whose controller wrote it. `spec` and `flags`: what `tandem apply` compares with
     (`cluster.spec.changes.SpecSource`). `fingerprints`: of the models. `admin_address`: where workers and routers look
-    for a controller."""
+    for a controller. `restart`: the last one, under way or over."""
 
     holder: str
     version: str
@@ -84,6 +97,7 @@ class ClusterRecord(Frozen):
     workers: tuple[WorkerRecord, ...]
     routers: tuple[RouterRecord, ...]
     under_way: tuple[ScaleRecord | DrainRecord, ...] = ()
+    restart: RestartRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

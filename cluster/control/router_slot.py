@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.backends.protocol import MemberHandle
 from cluster.control.record import RouterRecord
-from cluster.control.tasks import count_failure
 from cluster.keeper.members import MemberStart, ProcessSpec, RunningProcess, is_running
 from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
+from cluster.tasks import count_failure
 from tandem.config.spec import ClusterSpec, RouterSpec
 from tandem.errors import PortInUse
 

@@ -11,9 +11,9 @@ from cluster.backends.protocol import Backend
 from cluster.control.record import RouterRecord
 from cluster.control.router_slot import RouterSlot, RouterState, RouterStatus, router_specs
 from cluster.control.router_traces import RouterTraces
-from cluster.control.tasks import raise_failure
 from cluster.keeper.members import RunningProcess
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
+from cluster.tasks import raise_failure
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import Role, RouterSpec
 from tandem.errors import ConfigError

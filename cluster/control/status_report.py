@@ -11,10 +11,10 @@ from cluster.control.record import WorkerState
 from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
-from cluster.control.tasks import task_failures
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
+from cluster.tasks import task_failures
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from cluster.backends.protocol import MemberHandle
 from cluster.control.record import WorkerRecord, WorkerState
-from cluster.control.tasks import count_failure
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess, is_running
 from cluster.keeper.supervisor import python
 from cluster.spec.resolve import ResolvedModel
+from cluster.tasks import count_failure
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, PoolSpec, Role
@@ -90,7 +90,8 @@ class WorkerSlot:
         self._was_ever_ready = False
         self._ready_since_s: float | None = None
         self._gpu_losses = 0  # starts in a row that failed on a GPU
-        self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`
+        self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`; None: no epoch ran yet
+        self._early_restart = ""  # the reason, if one was asked for before this controller watches the epoch
         if record is not None:
             self._continue(record)
 
@@ -159,7 +160,9 @@ class WorkerSlot:
 
     def restart(self, reason: str) -> None:
         """Ends the running epoch; the next one starts after the usual backoff."""
-        if self._restart_reason is not None and not self._restart_reason.done():
+        if self._restart_reason is None:
+            self._early_restart = reason
+        elif not self._restart_reason.done():
             self._restart_reason.set_result(MemberEnd(reason=reason))
 
     async def processes(self) -> list[RunningProcess]:
@@ -184,6 +187,9 @@ class WorkerSlot:
         if (ended := await self._start_members(self._members)) is not None:
             return ended
         self._restart_reason = asyncio.get_running_loop().create_future()
+        if self._early_restart:
+            self._restart_reason.set_result(MemberEnd(reason=self._early_restart))
+            self._early_restart = ""
         ends: list[asyncio.Future[MemberEnd]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
         ends.append(self._restart_reason)
         timeout_s = self._settings.spec.control.start_timeout_s

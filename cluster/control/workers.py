@@ -13,9 +13,9 @@ import grpc.aio
 from cluster.backends.protocol import Backend, MemberHandle, Resources
 from cluster.control.directory import Directory
 from cluster.control.record import WorkerRecord, WorkerState
-from cluster.control.tasks import raise_failure, run_together
 from cluster.control.worker_slot import ROLES, EpochSettings, Place, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
+from cluster.tasks import raise_failure, run_together
 from kvtransfer.control import REACHABLE, LinkState
 from tandem.config.spec import EngineSpec, Role
 from tandem.errors import ConfigError, TandemError

@@ -104,6 +104,14 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("FakeController: expected a membership call")
 
+    async def RestartWorkers(
+        self, request: cluster_pb2.RestartWorkersRequest, context: Any
+    ) -> cluster_pb2.RollingRestart:
+        raise NotImplementedError("FakeController: expected a membership call")
+
+    async def GetRestart(self, request: cluster_pb2.GetRestartRequest, context: Any) -> cluster_pb2.RollingRestart:
+        raise NotImplementedError("FakeController: expected a membership call")
+
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
         raise NotImplementedError("FakeController: expected a membership call")
 

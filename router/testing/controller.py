@@ -62,6 +62,14 @@ class StubController(ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("the stub controller has no DrainWorker")
 
+    async def RestartWorkers(
+        self, request: cluster_pb2.RestartWorkersRequest, context: Any
+    ) -> cluster_pb2.RollingRestart:
+        raise NotImplementedError("the stub controller has no RestartWorkers")
+
+    async def GetRestart(self, request: cluster_pb2.GetRestartRequest, context: Any) -> cluster_pb2.RollingRestart:
+        raise NotImplementedError("the stub controller has no GetRestart")
+
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
         raise NotImplementedError("the stub controller has no Apply")
 

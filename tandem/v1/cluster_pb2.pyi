@@ -834,6 +834,89 @@ class DrainWorkerResponse(_message.Message):
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
 
 @_typing.final
+class RestartWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WAIT_FOR_ENDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: the workers of all models"""
+    wait_for_ends: _builtins.bool
+    """let requests finish on a worker instead of moving them"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        wait_for_ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "wait_for_ends", b"wait_for_ends"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
+
+@_typing.final
+class GetRestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRestartRequest: _TypeAlias = GetRestartRequest  # noqa: Y015
+
+@_typing.final
+class RollingRestart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESTART_ID_FIELD_NUMBER: _builtins.int
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    restart_id: _builtins.str
+    is_over: _builtins.bool
+    failure: _builtins.str
+    """why it ended before its end; empty: it did not"""
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in their order"""
+
+    @_builtins.property
+    def restarted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those that are ready again"""
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those that left the cluster before their turn"""
+
+    def __init__(
+        self,
+        *,
+        restart_id: _builtins.str = ...,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        restarted: _abc.Iterable[_builtins.str] | None = ...,
+        left: _abc.Iterable[_builtins.str] | None = ...,
+        is_over: _builtins.bool = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "is_over", b"is_over", "left", b"left", "restart_id", b"restart_id", "restarted", b"restarted", "worker_ids", b"worker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollingRestart: _TypeAlias = RollingRestart  # noqa: Y015
+
+@_typing.final
 class ApplyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

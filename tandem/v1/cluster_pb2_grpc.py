@@ -84,6 +84,16 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.RestartWorkers = channel.unary_unary(
+                '/tandem.v1.Cluster/RestartWorkers',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.RollingRestart.FromString,
+                _registered_method=True)
+        self.GetRestart = channel.unary_unary(
+                '/tandem.v1.Cluster/GetRestart',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.GetRestartRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.RollingRestart.FromString,
+                _registered_method=True)
         self.Apply = channel.unary_unary(
                 '/tandem.v1.Cluster/Apply',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ApplyRequest.SerializeToString,
@@ -165,6 +175,21 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartWorkers(self, request, context):
+        """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+        so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRestart(self, request, context):
+        """The last restart of every worker, under way or over; its `restart_id` is empty if there was none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Apply(self, request, context):
         """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
         if it needs a restart.
@@ -226,6 +251,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'RestartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.RollingRestart.SerializeToString,
+            ),
+            'GetRestart': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRestart,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.GetRestartRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.RollingRestart.SerializeToString,
             ),
             'Apply': grpc.unary_unary_rpc_method_handler(
                     servicer.Apply,
@@ -485,6 +520,60 @@ class Cluster(object):
             '/tandem.v1.Cluster/DrainWorker',
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/RestartWorkers',
+            tandem_dot_v1_dot_cluster__pb2.RestartWorkersRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.RollingRestart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRestart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetRestart',
+            tandem_dot_v1_dot_cluster__pb2.GetRestartRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.RollingRestart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,12 @@ class ClusterStub:
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
     """Removes or restarts a worker without losing a request."""
+    RestartWorkers: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RestartWorkersRequest, _cluster_pb2.RollingRestart]
+    """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+    so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
+    """
+    GetRestart: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRestartRequest, _cluster_pb2.RollingRestart]
+    """The last restart of every worker, under way or over; its `restart_id` is empty if there was none."""
     Apply: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]
     """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
     if it needs a restart.
@@ -91,6 +97,12 @@ class ClusterAsyncStub(ClusterStub):
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Removes or restarts a worker without losing a request."""
+    RestartWorkers: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RestartWorkersRequest, _cluster_pb2.RollingRestart]  # type: ignore[assignment]
+    """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+    so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
+    """
+    GetRestart: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRestartRequest, _cluster_pb2.RollingRestart]  # type: ignore[assignment]
+    """The last restart of every worker, under way or over; its `restart_id` is empty if there was none."""
     Apply: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]  # type: ignore[assignment]
     """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
     if it needs a restart.
@@ -176,6 +188,24 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
         """Removes or restarts a worker without losing a request."""
+
+    @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _cluster_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RollingRestart, _abc.Awaitable[_cluster_pb2.RollingRestart]]:
+        """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+        so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
+        """
+
+    @_abc_1.abstractmethod
+    def GetRestart(
+        self,
+        request: _cluster_pb2.GetRestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RollingRestart, _abc.Awaitable[_cluster_pb2.RollingRestart]]:
+        """The last restart of every worker, under way or over; its `restart_id` is empty if there was none."""
 
     @_abc_1.abstractmethod
     def Apply(

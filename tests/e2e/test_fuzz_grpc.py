@@ -185,7 +185,7 @@ def fuzz_method(channel: grpc.Channel, method: MethodDescriptor, seen: Counter[s
     one()
 
 
-OBEYED = ("Shutdown", "Scale", "DrainWorker", "Apply")
+OBEYED = ("Shutdown", "Scale", "DrainWorker", "RestartWorkers", "Apply")
 
 
 def fuzz(address: str, service: ServiceDescriptor) -> Counter[str]:
@@ -252,7 +252,12 @@ def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Clust
             obeyed: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/tandem.v1.Cluster/{name}")
             with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
                 obeyed(b"\xff")
-        for name in ("Scale", "DrainWorker", "Apply"):  # of models, workers and fields that there are not
+        for name in (
+            "Scale",
+            "DrainWorker",
+            "RestartWorkers",
+            "Apply",
+        ):  # of models, workers and fields that there are not
             unknown = call(channel, ADMIN_SERVICE.methods_by_name[name], [b"\n\x01?"])
             assert unknown is grpc.StatusCode.FAILED_PRECONDITION
         assert call(channel, shutdown, [b""]) is grpc.StatusCode.OK

@@ -116,6 +116,49 @@ async def test_a_drain_under_way_is_continued_and_a_changed_spec_remembered(
     cluster.assert_conserved()
 
 
+@pytest.mark.parametrize("backend", ["subprocess", pytest.param("ray", marks=pytest.mark.soak_only)])
+async def test_a_restart_of_all_workers_is_completed_by_the_next_controller(
+    cluster_with: Callable[..., Cluster], tmp_path: Path, backend: str
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 3}, "engine": {"kv_blocks": 400}}
+    spec = {"models": [{"source": str(model), **pools}], "control": {"backend": backend}}
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    before = {each["id"]: each["epoch"] for each in cluster.status()["workers"]}
+    answers: list[httpx.Response] = []
+    ends = asyncio.Event()
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120.0) as client:
+
+        async def load(seed: int) -> None:
+            prompt = random_prompt(20, VOCAB, seed)
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+            while not ends.is_set():
+                answers.append(await client.post("/v1/completions", json=body))
+
+        loads = [asyncio.create_task(load(seed)) for seed in range(2)]
+        watching = asyncio.create_task(asyncio.to_thread(cluster.tandem, "restart"))
+        async with Admin(f"127.0.0.1:{cluster.admin_port}").channel() as channel:
+            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+            async with asyncio.timeout(60):
+                while not (await stub.GetRestart(cluster_pb2.GetRestartRequest())).restarted:
+                    await asyncio.sleep(0.05)
+        refused = await asyncio.to_thread(cluster.tandem, "restart")
+        await kill_the_controller(cluster)
+        told = await watching
+        ends.set()
+        await asyncio.gather(*loads)
+    assert refused.returncode == 2
+    assert "a restart of 3 workers is under way" in refused.stderr
+    assert (told.returncode, told.stdout.splitlines()) == (0, [f"{name} is ready again" for name in sorted(before)])
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == len(loads), "another answer"
+    after = cluster.status()["workers"]
+    assert {each["id"]: each["restarts"] for each in after} == dict.fromkeys(before, 1)
+    assert all(each["epoch"] != before[each["id"]] for each in after)
+    cluster.note_descendants()
+    cluster.assert_conserved()
+
+
 async def _asked(stub: cluster_pb2_grpc.ClusterAsyncStub, drain: cluster_pb2.DrainWorkerRequest) -> None:
     await stub.DrainWorker(drain)
 

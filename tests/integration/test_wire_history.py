@@ -387,6 +387,7 @@ async def test_the_controller_takes_what_earlier_workers_routers_and_admins_ask(
         workers=cast(Any, SimpleNamespace(register=register, directory=directory)),
         routers=cast(Any, None),
         scaler=cast(Any, SimpleNamespace(scale=scale, drain=drain)),
+        restart=cast(Any, None),
         applier=cast(Any, None),
         status=cast(Any, None),
         stop_requested=asyncio.Event(),

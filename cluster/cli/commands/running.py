@@ -27,7 +27,6 @@ from cluster.control.launch import (
     FailureReport,
     ReadyReport,
 )
-from cluster.control.tasks import keep_running
 from cluster.keeper.keeper import Keeper
 from cluster.keeper.lossy_output import own_output
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec
@@ -35,6 +34,7 @@ from cluster.keeper.remote import KeeperServer
 from cluster.keeper.supervisor import python
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, resolve, with_free_ports
+from cluster.tasks import keep_running
 from router.edge.limits.http import raise_file_limit
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError, UnavailableError

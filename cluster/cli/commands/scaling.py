@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ from tandem.config.spec import Role
 from tandem.errors import ConfigError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+WATCH_S = 0.5
+ANSWER_S = 5.0
+RECONNECT_S = 60.0  # in which another controller takes over
 
 
 def run_scale(prefill: int | None, decode: int | None, model: str | None, admin: Admin) -> int:
@@ -35,7 +40,11 @@ def run_ratio(ratio: str, model: str | None, admin: Admin) -> int:
 
 
 def run_restart(model: str | None, wait: bool, admin: Admin) -> int:
-    return asyncio.run(_restart(admin, model, wait))
+    return asyncio.run(_restart(admin, cluster_pb2.RestartWorkersRequest(model=model or "", wait_for_ends=wait)))
+
+
+def run_watch_restart(admin: Admin) -> int:
+    return asyncio.run(_watch_restart(admin))
 
 
 def run_drain(worker: str, restart: bool, wait: bool, admin: Admin) -> int:
@@ -87,16 +96,55 @@ async def _drain(admin: Admin, request: cluster_pb2.DrainWorkerRequest) -> int:
     return 0
 
 
-async def _restart(admin: Admin, model: str | None, wait: bool) -> int:
-    """Restarts one worker at a time, while the others serve. Stops at the first worker that does not restart."""
-    workers = [each.info for each in (await fetch(admin)).workers]
-    if model is not None and model not in (known := {info.model for info in workers}):
-        raise ConfigError(f"--model: expected one of {', '.join(sorted(known))}, got {model!r}", field="--model")
-    for info in sorted(workers, key=lambda info: (info.model, info.role, info.worker_id)):
-        if model in (None, info.model):
-            request = cluster_pb2.DrainWorkerRequest(worker_id=info.worker_id, restart=True, wait_for_ends=wait)
-            await _drain(admin, request)
+async def _restart(admin: Admin, request: cluster_pb2.RestartWorkersRequest) -> int:
+    async with controller_at(admin) as stub:
+        begun = await stub.RestartWorkers(request)
+    return await _watch(admin, begun)
+
+
+async def _watch_restart(admin: Admin) -> int:
+    async with controller_at(admin) as stub:
+        found = await stub.GetRestart(cluster_pb2.GetRestartRequest())
+    if not found.restart_id:
+        raise ConfigError("--watch: no restart of all workers has begun in this cluster", field="--watch")
+    return await _watch(admin, found)
+
+
+async def _watch(admin: Admin, restart: cluster_pb2.RollingRestart) -> int:
+    """Only watches: the controllers carry it out. Another one may take over meanwhile, so an unanswered question is
+    asked again for RECONNECT_S."""
+    told: set[str] = set()
+    restart_id, answered_s = restart.restart_id, time.monotonic()
+    with Console(stderr=True).status("restarting") as shown:
+        while True:
+            told |= _tell(restart, told)
+            if restart.is_over:
+                break
+            waiting = [each for each in restart.worker_ids if each not in told]
+            shown.update(f"restarting {waiting[0] if waiting else ''} ({len(told)} of {len(restart.worker_ids)} done)")
+            await asyncio.sleep(WATCH_S)
+            try:
+                async with controller_at(admin) as stub:
+                    restart = await stub.GetRestart(cluster_pb2.GetRestartRequest(), timeout=ANSWER_S)
+                answered_s = time.monotonic()
+            except UnavailableError:
+                if time.monotonic() - answered_s > RECONNECT_S:
+                    raise
+            if restart.restart_id != restart_id:
+                raise ConfigError("--watch: another restart has begun since: the one that was watched is over")
+    if restart.failure:
+        raise UnavailableError(restart.failure)
     return 0
+
+
+def _tell(restart: cluster_pb2.RollingRestart, told: set[str]) -> set[str]:
+    for worker_id in restart.restarted:
+        if worker_id not in told:
+            print(f"{worker_id} is ready again")
+    for worker_id in restart.left:
+        if worker_id not in told:
+            print(f"{worker_id} left the cluster")
+    return {*restart.restarted, *restart.left}
 
 
 async def _apply(admin: Admin, request: cluster_pb2.ApplyRequest) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.control import tasks
-from cluster.control.tasks import keep_running, task_failures
+from cluster import tasks
+from cluster.tasks import keep_running, task_failures
 
 
 @pytest.fixture(autouse=True)

@@ -183,6 +183,19 @@ async def test_the_next_controller_takes_a_running_epoch_over_as_it_is(model: Re
         assert (slot.restarts, slot.reason) == (1, "rank-0 was killed")
 
 
+async def test_a_restart_that_is_asked_for_before_the_epoch_is_watched_again_is_made_once(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    members = [ScriptedMember(), ScriptedMember()]
+    record = await left_behind(model, tmp_path, members)
+    async with running(model, tmp_path, members, record) as (slot, _):
+        slot.restart("restarted by request")  # its task has not run yet
+        await until(lambda: len(members[0].starts) == 2)
+        assert (slot.restarts, slot.reason) == (1, "restarted by request")
+        await asyncio.sleep(0.05)
+        assert [len(member.starts) for member in members] == [2, 2]
+
+
 async def test_a_rank_that_ended_while_there_was_no_controller_restarts_the_worker(
     model: ResolvedModel, tmp_path: Path
 ) -> None:
