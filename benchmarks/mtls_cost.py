@@ -20,8 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cluster.certificates import create
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import create, folder_spec
 from tandem.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server, open_channel
 from tandem.rpc.identity import Identity

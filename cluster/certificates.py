@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tandem.config.spec import TlsSpec
 from tandem.errors import ConfigError
 from tandem.files import replace_file
 from tandem.rpc.identity import Identity
@@ -41,6 +42,12 @@ Key = ec.EllipticCurvePrivateKey
 class Authority:
     certificate: x509.Certificate
     key: Key
+
+
+def folder_spec(folder: Path) -> TlsSpec:
+    """The `security.tls` of a folder made by `tandem certs`."""
+    here = folder.absolute()
+    return TlsSpec(cert=f"{here}/{{role}}.pem", key=f"{here}/{{role}}.key", ca=f"{here}/ca.pem")
 
 
 def create(folder: Path, cluster: str, hosts: Sequence[str], days: int, authority_days: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from cluster.certificates import load, texts_of
+from cluster.certificates import folder_spec, load, texts_of
 from cluster.cli import state_file
 from tandem.config.spec import TlsSpec
 from tandem.errors import ConfigError
@@ -45,12 +45,6 @@ def tls_hint(admin: Admin) -> str:
     return (
         ", and does it accept this certificate" if admin.tls is not None else ", and without TLS (otherwise pass --tls)"
     )
-
-
-def folder_spec(folder: Path) -> TlsSpec:
-    """The `security.tls` of a folder made by `tandem certs`."""
-    here = folder.absolute()
-    return TlsSpec(cert=f"{here}/{{role}}.pem", key=f"{here}/{{role}}.key", ca=f"{here}/ca.pem")
 
 
 def _cluster_of(files: TlsSpec) -> str:

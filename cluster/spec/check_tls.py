@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.certificates import SOON_DAYS, days_left, load, texts_of
-from router.edge.tls import edge_context
 from tandem.config.spec import ClusterSpec, TlsSpec
 from tandem.errors import ConfigError
+from tandem.rpc.edge_tls import edge_context
 from tandem.rpc.identity import Identity
 from tandem.rpc.tls import load_tls
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 
 import grpc
 
 from tandem.config.spec import EdgeTlsSpec
 from tandem.errors import ConfigError
+from tandem.rpc.edge_tls import FIELD, edge_context, fill_context
 from tandem.rpc.grpc_tls import dynamic_credentials
-from tandem.rpc.tls import Stamp, check_certificates, read_file, stamp_of, use_key_pair
+from tandem.rpc.tls import Stamp, read_file, stamp_of
 
 log = logging.getLogger(__name__)
 
-FIELD = "router.tls"
 POLL_S = 1.0
 HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -40,7 +39,7 @@ class EdgeTls:
             renewed = self._configuration()
             if self._current_stamp() != stamp:
                 return  # the files are being written
-            _fill(self.http_context, self._spec)
+            fill_context(self.http_context, self._spec)
             self._grpc = renewed
             log.info("loaded renewed certificates: %s", self._spec.cert)
         except ConfigError as error:
@@ -76,25 +75,3 @@ class EdgeTls:
 
     def _current_stamp(self) -> Stamp:
         return stamp_of(self._spec.cert, self._spec.key, *filter(None, [self._spec.client_ca]))
-
-
-def edge_context(spec: EdgeTlsSpec) -> ssl.SSLContext:
-    """The context for HTTP. Raises ConfigError."""
-    for name, path in (("cert", spec.cert), ("key", spec.key), ("client_ca", spec.client_ca)):
-        if path is not None:
-            read_file(path, f"{FIELD}.{name}")
-    check_certificates(spec.cert, f"{FIELD}.cert")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    _fill(context, spec)
-    return context
-
-
-def _fill(context: ssl.SSLContext, spec: EdgeTlsSpec) -> None:
-    use_key_pair(context, spec.cert, spec.key, FIELD)
-    if spec.client_ca is not None:
-        check_certificates(spec.client_ca, f"{FIELD}.client_ca")
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cafile=spec.client_ca)

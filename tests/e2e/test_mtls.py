@@ -27,8 +27,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.certificates import create
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import create, folder_spec
 from tandem.config.spec import TlsSpec
 from tandem.request import SamplingParams
 from tandem.rpc.grpc_tls import ClusterTls, open_channel

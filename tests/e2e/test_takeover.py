@@ -38,6 +38,10 @@ def process_of(cluster: Cluster, words: str) -> psutil.Process:
     return next(each for each in family if words in " ".join(each.cmdline()))
 
 
+def has_grpc(process: psutil.Process) -> bool:
+    return any("cygrpc" in each.path for each in process.memory_maps())
+
+
 async def kill_the_controller(cluster: Cluster) -> None:
     """Returns when another one answers."""
     before = process_of(cluster, "cluster.control")
@@ -63,6 +67,8 @@ def running(cluster: Cluster) -> dict[str, Any]:
 async def test_a_killed_controller_costs_no_answer_and_the_next_takes_over_every_process(cluster: Cluster) -> None:
     asks = [(f"{number}: {'A lighthouse keeper wrote down every ship. ' * 8}", number % 2) for number in range(8)]
     before = running(cluster)
+    assert has_grpc(process_of(cluster, "cluster.control"))
+    assert not has_grpc(psutil.Process(cluster.process.pid)), "the keeper is small"
     async with cluster.async_client(timeout=120.0) as client:
         begun = asyncio.Event()
         answers = [

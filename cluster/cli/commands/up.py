@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import folder_spec
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
 from cluster.interruptible import run_interruptible

@@ -12,8 +12,8 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from cluster import certificates
-from cluster.certificates import LEAVES, create, days_left, load, renew, texts_of
-from cluster.cli.admin_client import Admin, find_admin, folder_spec
+from cluster.certificates import LEAVES, create, days_left, folder_spec, load, renew, texts_of
+from cluster.cli.admin_client import Admin, find_admin
 from cluster.cli.commands.doctor import CHECKS
 from cluster.cli.commands.up import UpFlags
 from cluster.cli.main import app

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -85,6 +86,14 @@ async def pid_of_controller(controllers: Controllers, before: int = 0) -> int:
                 if process.pid != before:
                     return process.pid
             await asyncio.sleep(0.02)
+
+
+def test_the_process_of_tandem_up_is_small() -> None:
+    """The keeper, from its first module to its last."""
+    heavy = {"grpc", "google.protobuf", "ray", "torch"}
+    code = f"import cluster.cli.commands.up, sys; print(*{heavy}.intersection(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == []
 
 
 async def test_a_line_that_cannot_be_told_does_not_end_the_cluster(start: Start) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.certificates import create
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import create, folder_spec
 from kvtransfer.connection.tls import TlsConnection
 from kvtransfer.control import TlsFiles
 from kvtransfer.testing.handoff import FakeWorker

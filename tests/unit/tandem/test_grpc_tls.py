@@ -11,8 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.certificates import create, renew
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import create, folder_spec, renew
 from cluster.control.admin_service import ALLOWED as ADMIN_METHODS
 from tandem.config.spec import TlsSpec
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls, add_port, make_server, open_channel
