@@ -96,8 +96,8 @@ class Backend(Protocol):
 
     async def reschedule(self, group: str, end: Callable[[], None]) -> None:
         """Stops what is left of a group on a draining host. Its handles then refer to new reservations, and the members
-        start there as soon as a host has room. Calls `end`, which ends the epoch there, and waits for nothing after it:
-        the next epoch must not start on that host."""
+        start there as soon as a host has room. Calls `end`, which ends the epoch there, and lets no member start until
+        the new ones are reserved: the next epoch must not start on that host."""
         ...
 
     async def close(self) -> None:

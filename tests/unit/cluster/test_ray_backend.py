@@ -90,7 +90,7 @@ SCRIPT = textwrap.dedent(
         await backend.release("worker-0")
         while not gone(process.pid):
             await asyncio.sleep(0.1)
-        backend._reserve("worker-2", [Resources(cpus=100)])  # as an earlier controller did; no node has room now
+        backend._placements.reserve("worker-2", [Resources(cpus=100)])  # as an earlier controller did; there is no room
         await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 10)
         await backend.release("worker-2")
         await backend.close()

@@ -19,7 +19,7 @@ from ray.core.generated import common_pb2, gcs_pb2
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.runtime_context import RuntimeContext
 
-from cluster.backends import ray_backend, ray_env, ray_head
+from cluster.backends import ray_backend, ray_env, ray_head, ray_placement
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,21 @@ def test_the_table_of_placement_groups_names_the_node_of_each_bundle() -> None:
     ],
 )
 def test_the_environment_variables_have_their_names(module: str, variable: str) -> None:
-    assert variable in inspect.getsource(ray_backend) + inspect.getsource(ray_env)
+    assert any(variable in inspect.getsource(each) for each in (ray_backend, ray_env, ray_placement))
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     assert variable in Path(spec.origin).read_text(encoding="utf-8"), "Ray has another name for it now"
 
 
+def test_a_worker_of_ray_can_be_told_to_leave_its_children_alone() -> None:
+    (variable,) = ray_placement.CHILDREN_LIVE_ON["env_vars"]
+    assert variable.encode() in (Path(ray.__file__).parent / "_raylet.so").read_bytes()
+
+
 @pytest.mark.parametrize(("setting", "visible"), [("1", "0,1,2"), ("0", "1")])
 def test_ray_leaves_the_visible_gpus_alone_if_told(monkeypatch: pytest.MonkeyPatch, setting: str, visible: str) -> None:
-    (variable,) = ray_backend.ALL_GPUS_VISIBLE["env_vars"]
+    (variable,) = ray_placement.ALL_GPUS_VISIBLE["env_vars"]
     monkeypatch.setenv(variable, setting)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["1"])
