@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -18,6 +19,7 @@ from tandem.errors import ConfigError
 from tandem.telemetry.logs import setup_logging
 
 EXIT_CONFIG = 2
+PR_SET_PDEATHSIG = 1
 GC_ALLOCATIONS = 20_000  # net new objects between two collections
 SWITCH_S = 0.0005  # how long a thread that parses or formats may keep the event loop waiting; Python's default: 5 ms
 
@@ -27,6 +29,8 @@ async def serve(launch: RouterLaunch) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if launch.drains_as_orphan:  # its parent had set SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     app = RouterApp(launch)
     await app.start()
     gc.collect()

@@ -142,8 +142,10 @@ class Controller:
         await self.autoscaling.configure(self.applier.source.spec)
 
     async def _until_ports_are_free(self) -> None:
-        """Routers that were stopped a moment ago may still have theirs. Raises PortInUse if others have them."""
-        deadline_s = asyncio.get_running_loop().time() + PORTS_S
+        """Routers that were stopped a moment ago may still have theirs, and drain. Raises PortInUse if others have
+        them."""
+        drain_s = self.spec.router.drain_timeout_s if self.spec.control.ray_address is not None else 0.0
+        deadline_s = asyncio.get_running_loop().time() + drain_s + PORTS_S
         while True:
             try:
                 check_ports(self.spec)

@@ -96,6 +96,7 @@ class Routers:
             auth=spec.security.auth,
             salt_secret=self._salt_secret,
             log_level=spec.log_level,
+            drains_as_orphan=spec.control.ray_address is not None,
         )
 
     async def status(self) -> list[RouterStatus]:

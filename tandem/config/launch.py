@@ -107,6 +107,7 @@ class RouterLaunch(Frozen):
     auth: AuthSpec = AuthSpec()
     salt_secret: str | None = Field(default=None, repr=False)  # of tenants' cache salts; None: the router's own
     log_level: str = "info"
+    drains_as_orphan: bool = False  # at the death of the process that started it, as of its node of a Ray cluster
 
     @classmethod
     def load(cls, path: Path) -> RouterLaunch:

@@ -216,6 +216,10 @@ class RayNodes:
         while self._run("health-check", "--address", self.address).returncode:
             assert time.monotonic() < deadline, self._log.read_text()
 
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return self._nodes
+
     def add(self) -> subprocess.Popen[bytes]:
         return self._start(f"--address={self.address}")
 

@@ -257,6 +257,82 @@ async def test_a_lost_ray_is_named_and_everything_on_it_started_again(
     cluster.assert_conserved()
 
 
+def gcs_of(nodes: RayNodes) -> psutil.Process:
+    family = [each for node in nodes.processes for each in psutil.Process(node.pid).children(recursive=True)]
+    return next(each for each in family if each.name() == "gcs_server")
+
+
+async def lines_of(client: httpx.AsyncClient, seed: int, tokens: int, begun: asyncio.Event) -> list[str]:
+    """Of a stream of events. Raises an httpx error if it is broken off."""
+    prompt = random_prompt(20, VOCAB, seed)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    found = []
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            found += [line] if line else []
+            if len(found) > 1:
+                begun.set()
+    return found
+
+
+@pytest.mark.parametrize("to_the_end", [False, pytest.param(True, marks=pytest.mark.soak_only)])
+async def test_a_lost_ray_cluster_of_its_own_lets_running_streams_end(
+    nodes: RayNodes, tmp_path: Path, to_the_end: bool
+) -> None:
+    """Its GCS dies, and with it the head's node: routers and one of two workers."""
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    nodes.add()
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 2}, "engine": {"kv_blocks": 800}}
+    control = {"ray_address": nodes.address}
+    spec = {"models": [{"source": str(model), **pools}], "control": control, "router": {"drain_timeout_s": 4.0}}
+    cluster = await asyncio.to_thread(start_cluster, tmp_path, spec=spec)
+    try:
+        async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120.0) as client:
+            tokens = [40, 40, 40, 40, 1900, 1900, 1900, 1900, 1900]
+            begun = [asyncio.Event() for _ in tokens]
+            asks = zip(range(len(tokens)), tokens, begun, strict=True)
+            streams = [asyncio.create_task(lines_of(client, *each)) for each in asks]
+            await asyncio.gather(*(each.wait() for each in begun))
+            gcs_of(nodes).kill()
+            ends = [stream[-1] for stream in await asyncio.gather(*streams)]
+        assert set(ends[:4]) == {"data: [DONE]"}, "they could end"
+        assert all('"code":"unavailable"' in each for each in ends[4:])
+        with pytest.raises(httpx.ConnectError):
+            await asyncio.to_thread(httpx.get, f"{cluster.base_url}/health")
+        if to_the_end:
+            assert await asyncio.to_thread(cluster.process.wait, 400) == 4
+            assert "the Ray cluster is lost" in await asyncio.to_thread(cluster.log.read_text)
+    finally:
+        cluster.process.kill()
+        cluster.process.wait(10)
+
+
+async def test_a_gcs_that_is_away_for_a_while_ends_no_controller(nodes: RayNodes, tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    nodes.add()
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
+    spec = {"models": [{"source": str(model), **pools}], "control": {"ray_address": nodes.address}}
+    cluster = await asyncio.to_thread(start_cluster, tmp_path, spec=spec)
+    try:
+        before, controller = running(cluster), process_of(cluster, "cluster.control")
+        gcs = gcs_of(nodes)
+        gcs.suspend()
+        scaled = await asyncio.to_thread(cluster.tandem, "scale", "--decode", "2")  # asks the GCS for room
+        assert (scaled.returncode != 0, "has not answered" in scaled.stderr) == (True, True), scaled.stderr
+        await asyncio.sleep(10.0)  # 20 s in all: more than the keeper waits for a controller that is stuck
+        assert running(cluster)["routers"] == before["routers"]
+        gcs.resume()
+        again = await asyncio.to_thread(cluster.tandem, "scale", "--decode", "2")
+        assert again.returncode == 0, again.stderr
+        after = running(cluster)
+        assert after["workers"].keys() == {"decode-0", "decode-1"}
+        assert after["workers"]["decode-0"] == before["workers"]["decode-0"]
+        assert process_of(cluster, "cluster.control") == controller
+        await asyncio.to_thread(cluster.assert_conserved)
+    finally:
+        assert await asyncio.to_thread(cluster.stop) == 0
+
+
 async def test_a_controller_that_is_stuck_is_replaced(cluster_with: Callable[..., Cluster], tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
     pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
