@@ -8,6 +8,17 @@
 {{- fail (printf "redis.external.existingSecret: expected the name of a Secret with a redis:// or rediss:// URL at key %q, because redis.mode is external" .external.key) -}}
 {{- end -}}
 {{- end -}}
+{{- with .Values.ray.gcsFaultTolerance -}}
+{{- if and .enabled (not .existingSecret) -}}
+{{- fail (printf "ray.gcsFaultTolerance.existingSecret: expected the name of a Secret with the password of Ray's user at key %q, because ray.gcsFaultTolerance.enabled is true" .key) -}}
+{{- end -}}
+{{- if and .enabled (not .address) (ne $.Values.redis.mode "valkey") -}}
+{{- fail (printf "ray.gcsFaultTolerance.address: expected redis://HOST:PORT or rediss://HOST:PORT, because redis.mode is %s: only the release's own Valkey (redis.mode: valkey) needs no address" $.Values.redis.mode) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.redis.valkey.existingClaim (not (include "tandem.valkeyKeepsRay" .)) -}}
+{{- fail "redis.valkey.existingClaim: expected none: without ray.gcsFaultTolerance in this Valkey, nothing there is worth keeping" -}}
+{{- end -}}
 {{- range $use := list "edge" "internal" -}}
 {{- with get $.Values.tls $use -}}
 {{- if and .existingSecret .certManager.enabled -}}

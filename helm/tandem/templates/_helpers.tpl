@@ -81,3 +81,27 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* Where Ray keeps its tables (ray.gcsFaultTolerance): the release's Valkey, or another Redis. */ -}}
+{{- define "tandem.rayRedisAddress" -}}
+{{- with .Values.ray.gcsFaultTolerance.address -}}
+{{ . }}
+{{- else -}}
+{{ ternary "rediss" "redis" (ne .Values.redis.valkey.tls.existingSecret "") }}://{{ include "tandem.fullname" . }}-valkey:6379
+{{- end -}}
+{{- end -}}
+
+{{- /* In the release's Valkey the user is the chart's. */ -}}
+{{- define "tandem.rayRedisUser" -}}
+{{- ternary .Values.ray.gcsFaultTolerance.username "ray" (ne .Values.ray.gcsFaultTolerance.address "") -}}
+{{- end -}}
+
+{{- /* Ray's keys are RAY, this, @ and the table's name. */ -}}
+{{- define "tandem.rayNamespace" -}}
+{{ .Release.Namespace }}.{{ include "tandem.fullname" . }}
+{{- end -}}
+
+{{- /* "true" if the release's Valkey keeps Ray's tables, else empty. */ -}}
+{{- define "tandem.valkeyKeepsRay" -}}
+{{- if and .Values.ray.gcsFaultTolerance.enabled (eq .Values.redis.mode "valkey") (not .Values.ray.gcsFaultTolerance.address) }}true{{ end -}}
+{{- end -}}

@@ -252,6 +252,39 @@ def test_valkey_knows_one_user_whose_password_is_in_a_secret(render: Render) -> 
     assert cluster_spec(manifests).redis.mode == "external"
 
 
+def test_rays_tables_are_in_valkey_under_a_user_and_a_name_of_their_own(render: Render) -> None:
+    assert "gcsFaultToleranceOptions" not in render(*values("valkey"))["RayCluster", "test-tandem"]["spec"]
+    manifests = render(*values("ray-tables"))
+    secret = {"name": "tandem-ray-tables", "key": "password"}
+    assert manifests["RayCluster", "test-tandem"]["spec"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis://test-tandem-valkey:6379",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": {"secretKeyRef": secret}},
+        "externalStorageNamespace": "serving.test-tandem",
+    }
+    valkey = manifests["Deployment", "test-tandem-valkey"]["spec"]
+    env = {entry["name"]: entry for entry in container_of(valkey)["env"]}
+    assert env["RAY_PASSWORD"]["valueFrom"]["secretKeyRef"] == secret
+    config = container_of(valkey)["args"][0]
+    assert "user ray on >$RAY_PASSWORD ~RAYserving.test-tandem@* ~DUMMY " in config
+    assert "appendonly yes" in config
+    assert volumes_of(valkey)["data"] == {"name": "data", "persistentVolumeClaim": {"claimName": "tandem-valkey"}}
+
+
+def test_rays_tables_may_be_in_a_redis_of_your_own(render: Render) -> None:
+    tables = "ray.gcsFaultTolerance"
+    settings = f"{tables}.enabled=true,{tables}.existingSecret=x,{tables}.address=rediss://r.example:6380"
+    manifests = render(*values("external-redis"), "--set", f"{settings},{tables}.port=6380,{tables}.username=mine")
+    options = manifests["RayCluster", "test-tandem"]["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://r.example:6380"
+    assert options["redisUsername"] == {"value": "mine"}
+    env = {entry["name"]: entry for entry in container_of(head_of(manifests))["env"]}
+    assert env["RAY_REDIS_CA_CERT"]["value"] == "/etc/tandem-redis/ca.crt"
+    policy = manifests["NetworkPolicy", "test-tandem-ray-tables"]["spec"]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 6380}]}]
+
+
 def test_external_redis_takes_its_url_from_a_secret(render: Render) -> None:
     manifests = render(*values("external-redis"))
     env = {entry["name"]: entry for entry in container_of(head_of(manifests))["env"]}
@@ -326,6 +359,13 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("cluster.log_level=loud", "/cluster/log_level"),
         ("redis.mode=valkey", "redis.valkey.auth.existingSecret: expected the name"),
         ("redis.mode=external", "redis.external.existingSecret: expected the name"),
+        ("ray.gcsFaultTolerance.enabled=true", "ray.gcsFaultTolerance.existingSecret: expected the name"),
+        (
+            "ray.gcsFaultTolerance.enabled=true,ray.gcsFaultTolerance.existingSecret=x",
+            "ray.gcsFaultTolerance.address: expected redis://HOST:PORT or rediss://HOST:PORT, because redis.mode is",
+        ),
+        ("ray.gcsFaultTolerance.address=redis://u:p@h:1", "/ray/gcsFaultTolerance/address"),
+        ("redis.valkey.existingClaim=x", "redis.valkey.existingClaim: expected none"),
         ("image.digest=latest", "/image/digest"),
         ("node.sharedMemory=lots", "/node/sharedMemory"),
         ("service.httpPort=0", "/service/httpPort"),
