@@ -157,10 +157,9 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     async def RestartWorkers(
         self, request: cluster_pb2.RestartWorkersRequest, context: Context
     ) -> cluster_pb2.RollingRestart:
-        try:
+        asked = ["wait for ends"] if request.wait_for_ends else []
+        async with self._audited(context, "RestartWorkers", asked, request.model):
             await self._restart.begin(request.model, move=not request.wait_for_ends)
-        except TandemError as error:
-            await abort(context, error)
         return self._restart.status()
 
     async def GetRestart(self, request: cluster_pb2.GetRestartRequest, context: Context) -> cluster_pb2.RollingRestart:

@@ -27,7 +27,7 @@ from tandem.testing.disks import SmallDisk
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 CLUSTER = "tandem"
-READING = {f"/{SERVICE}/{name}" for name in ("GetTrace", "ListTraces", "ListSnapshots", "RecordRequests")}
+READING = {f"/{SERVICE}/{name}" for name in ("GetTrace", "ListTraces", "ListSnapshots", "RecordRequests", "GetRestart")}
 Stub = cluster_pb2_grpc.ClusterStub
 Serve = Callable[..., Awaitable[AdminService]]
 
@@ -48,6 +48,15 @@ class Scaler:
             await asyncio.Event().wait()
 
 
+class Restart:
+    async def begin(self, model: str, *, move: bool) -> None:
+        if model == "unknown":
+            raise ConfigError("model: unknown")
+
+    def status(self) -> cluster_pb2.RollingRestart:
+        return cluster_pb2.RollingRestart()
+
+
 class Applier:
     async def apply(self, text: str, *, dry_run: bool) -> tuple[str, ...]:
         return ("tiny: 1 prefill and 2 decode workers",)
@@ -65,9 +74,8 @@ class Admin:
 
     async def start(self) -> None:
         parts: dict[str, Any] = {name: cast(Any, SimpleNamespace()) for name in ("workers", "routers", "status")}
-        service = AdminService(
-            scaler=cast(Any, self.scaler), applier=cast(Any, Applier()), stop_requested=self.stop, **parts
-        )
+        parts |= {"scaler": self.scaler, "applier": Applier(), "restart": Restart()}
+        service = AdminService(stop_requested=self.stop, **parts)
         self.audit = service.audit = AuditLog.of(self._auth, "controller")
         self.server = make_server(self.tls, ALLOWED, SERVER_OPTIONS, service.refused)
         service.add_to(self.server)
@@ -116,12 +124,15 @@ async def test_each_change_has_a_line(tmp_path: Path, opened: Open) -> None:
             await stub.Scale(cluster_pb2.ScaleRequest(model="tiny", decode=0))
         await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="decode-0", restart=True))
         await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="decode-0"))
+        await stub.RestartWorkers(cluster_pb2.RestartWorkersRequest(model="tiny", wait_for_ends=True))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.RestartWorkers(cluster_pb2.RestartWorkersRequest(model="unknown"))
         await stub.Apply(cluster_pb2.ApplyRequest(spec="redis: {url: secret}", dry_run=True))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="hangs"))
         await stub.Shutdown(cluster_pb2.ShutdownRequest())
-    found = await admin.logged(7)
+    found = await admin.logged(9)
     shown = [
         (line["method"].removeprefix("/tandem.v1.Cluster/"), line["details"], line["outcome"], line["code"])
         for line in found
@@ -131,6 +142,8 @@ async def test_each_change_has_a_line(tmp_path: Path, opened: Open) -> None:
         ("Scale", "prefill as is, decode 0", "rejected", "config"),
         ("DrainWorker", "decode-0; restart", "ok", None),
         ("DrainWorker", "decode-0; remove", "ok", None),
+        ("RestartWorkers", "wait for ends", "ok", None),
+        ("RestartWorkers", "", "rejected", "config"),
         ("Apply", "dry run; tiny: 1 prefill and 2 decode workers", "ok", None),
         ("DrainWorker", "hangs; remove", "cancelled", "cancelled"),
         ("Shutdown", "", "ok", None),
