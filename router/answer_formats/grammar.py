@@ -1,0 +1,150 @@
+"""Builds grammars, in llguidance's Lark, of answers in which calls are valid.
+
+A marker is a special token in some vocabularies and plain text in others: `special` maps the texts of special tokens
+to their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tandem.errors import InputError
+
+Schema = Mapping[str, Any]
+Tools = Mapping[str, Schema]  # the JSON Schema of each tool's arguments
+
+# One space after `,` and `:`, and no other white space, which a model could write without end.
+_COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_ANY = "(.|\\n)*"
+
+
+class Mode(StrEnum):
+    AUTO = "auto"  # free text, and then calls
+    REQUIRED = "required"  # calls. A named tool: this, with that tool alone
+
+
+@dataclass(frozen=True)
+class Section:
+    """Expressions for the calls of an answer.
+
+    Args:
+        heads: trigger -> what follows it until the end of the first call. Empty trigger: calls stand without a marker,
+            at the beginning of the answer only.
+        more: a further call.
+        close: what ends the calls.
+        bare: characters that text may not begin with, if a trigger is empty.
+    """
+
+    heads: Mapping[str, str]
+    more: str
+    close: str = ""
+    bare: str = ""
+
+
+class Lark:
+    """Rules of one grammar."""
+
+    def __init__(self, special: Mapping[str, int] | None = None) -> None:
+        self._special = dict(special or {})
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
+        self._lines = ["%llguidance {}", f"TEXT: /{_ANY}/"]
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Its name."""
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """An expression for exactly this text."""
+        parts: list[str] = []
+        start = 0
+        for found in self._pattern.finditer(text):
+            parts += [_quoted(text[start : found.start()]), f"<[{self._special[found.group()]}]>"]
+            start = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[start:])])) or '""'
+
+    def json(self, schema: Schema | bool) -> str:
+        return self.rule(
+            "%json " + json.dumps({**schema, "x-guidance": _COMPACT} if isinstance(schema, Mapping) else {})
+        )
+
+    def until(self, marker: str, regex: str = _ANY) -> str:
+        """Text (`regex`), and the first `marker` in it."""
+        found = self._pattern.search(marker)
+        if not found:
+            return self.rule(f"/{regex}/ {_quoted(marker)}", "[lazy]")
+        if found.start():  # the text ends before the special token
+            terminal = f"T{len(self._lines)}"
+            self._lines.append(f"{terminal}: /{regex}/ {_quoted(marker[: found.start()])}")
+            return f"{terminal} {self.text(marker[found.start() :])}"
+        return self.rule(f"/{regex}/ {self.text(marker)}")
+
+    def one_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
+    def whole(self, section: Section, mode: Mode, parallel: bool, thought: str) -> str:
+        """`thought`: the text that ends the reasoning with which the answer begins; empty: it begins otherwise."""
+        rest = f"({section.more})* {section.close}" if parallel else section.close
+        answers = []
+        for trigger, first in section.heads.items():
+            if mode is Mode.AUTO and trigger:
+                answers.append(f"{self.until(trigger)} {first} {rest}")
+            elif mode is Mode.AUTO or trigger == next(iter(section.heads)):
+                answers.append(f"{self.text(trigger) if trigger else ''} {first} {rest}")
+        if mode is Mode.AUTO:
+            answers.append(self._plain(section))
+        calls = self.one_of(answers)
+        before = f"{self.until(thought)} " if thought else ""
+        space = "SPACE " if mode is Mode.REQUIRED else ""
+        lines = [*self._lines, "SPACE: /\\n{0,2}/", f"start: {before}{space}{calls}"]
+        return "\n".join(lines) + "\n"
+
+    def _plain(self, section: Section) -> str:
+        """Text without a call."""
+        if "" not in section.heads:
+            return "TEXT"
+        triggers = [each for each in section.heads if each and not self._pattern.search(each)]
+        without = "".join(f" & ~(/{_ANY}/ {_quoted(each)} /{_ANY}/)" for each in triggers)
+        self._lines.append(f"PLAIN: /[ \\t\\r\\n]*([^ \\t\\r\\n{re.escape(section.bare)}]{_ANY})?/{without}")
+        return "PLAIN"
+
+
+def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """(name, schema, whether it is required) of each property of a tool, for formats that have a text for each."""
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if unknown := [each for each in required if each not in properties]:
+        raise InputError(f"tools: the schema requires {unknown[0]!r}, which is not in its properties", field="tools")
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        (name, {**definitions, **each} if isinstance(each, Mapping) else {}, name in required)
+        for name, each in properties.items()
+    ]
+
+
+def optional(pieces: Sequence[tuple[str, bool]]) -> str:
+    """A sequence of (expression, whether it must be there)."""
+    return " ".join(piece if required else f"({piece})?" for piece, required in pieces)
+
+
+def separated(lark: Lark, pieces: Sequence[tuple[str, bool]], separator: str) -> str:
+    """As `optional`, with a text between those that are there."""
+    after = '""'  # what may follow once a piece is there
+    before = '""'  # what may stand from here, while none is there
+    for piece, required in reversed(pieces):
+        follow = f"{lark.text(separator)} {piece} {after}"
+        begin = f"{piece} {after}"
+        after, before = (
+            lark.rule(follow if required else f"{follow} | {after}"),
+            lark.rule(begin if required else f"{begin} | {before}"),
+        )
+    return before
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
