@@ -52,7 +52,7 @@ class Lark:
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
         self._special = dict(special or {})
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
-        self._lines = ["%llguidance {}", f"TEXT: /{_ANY}/"]
+        self._lines = ["%llguidance {}", f"TEXT: /{_ANY}/", "SPACE: /\\n{0,2}/"]
 
     def rule(self, body: str, options: str = "") -> str:
         """Its name."""
@@ -74,16 +74,19 @@ class Lark:
             "%json " + json.dumps({**schema, "x-guidance": _COMPACT} if isinstance(schema, Mapping) else {})
         )
 
-    def until(self, marker: str, regex: str = _ANY) -> str:
-        """Text (`regex`), and the first `marker` in it."""
-        found = self._pattern.search(marker)
-        if not found:
-            return self.rule(f"/{regex}/ {_quoted(marker)}", "[lazy]")
-        if found.start():  # the text ends before the special token
-            terminal = f"T{len(self._lines)}"
-            self._lines.append(f"{terminal}: /{regex}/ {_quoted(marker[: found.start()])}")
-            return f"{terminal} {self.text(marker[found.start() :])}"
-        return self.rule(f"/{regex}/ {self.text(marker)}")
+    def until(self, marker: str, regex: str = _ANY, before: str = "") -> str:
+        """Text (`regex`) without the marker, the text `before`, and the marker."""
+        terminal = f"/{regex}/ {_quoted(before)}"
+        if regex != _ANY or before:
+            terminal = self._terminal(f"({terminal}) & ~(/{_ANY}/ {_quoted(marker)} /{_ANY}/)")
+        if marker in self._special:  # it cannot stand in text
+            return f"{terminal if regex != _ANY or before else 'TEXT'} {self.text(marker)}"
+        return self.rule(f"{terminal} {_quoted(marker)}", "[lazy]")
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
 
     def one_of(self, expressions: Iterable[str]) -> str:
         return self.rule(" | ".join(expressions))
@@ -95,15 +98,17 @@ class Lark:
         for trigger, first in section.heads.items():
             if mode is Mode.AUTO and trigger:
                 answers.append(f"{self.until(trigger)} {first} {rest}")
-            elif mode is Mode.AUTO or trigger == next(iter(section.heads)):
+            elif mode is Mode.AUTO or section.bare or trigger == next(iter(section.heads)):
                 answers.append(f"{self.text(trigger) if trigger else ''} {first} {rest}")
         if mode is Mode.AUTO:
             answers.append(self._plain(section))
-        calls = self.one_of(answers)
         before = f"{self.until(thought)} " if thought else ""
-        space = "SPACE " if mode is Mode.REQUIRED else ""
-        lines = [*self._lines, "SPACE: /\\n{0,2}/", f"start: {before}{space}{calls}"]
-        return "\n".join(lines) + "\n"
+        space = "" if mode is Mode.AUTO else "SPACE "
+        return self.start(f"{before}{space}{self.one_of(answers)}")
+
+    def start(self, body: str) -> str:
+        """The whole grammar."""
+        return "\n".join([*self._lines, f"start: {body}"]) + "\n"
 
     def _plain(self, section: Section) -> str:
         """Text without a call."""
@@ -111,8 +116,7 @@ class Lark:
             return "TEXT"
         triggers = [each for each in section.heads if each and not self._pattern.search(each)]
         without = "".join(f" & ~(/{_ANY}/ {_quoted(each)} /{_ANY}/)" for each in triggers)
-        self._lines.append(f"PLAIN: /[ \\t\\r\\n]*([^ \\t\\r\\n{re.escape(section.bare)}]{_ANY})?/{without}")
-        return "PLAIN"
+        return self._terminal(f"/[ \\t\\r\\n]*([^ \\t\\r\\n{re.escape(section.bare)}]{_ANY})?/{without}")
 
 
 def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
@@ -125,6 +129,12 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
         (name, {**definitions, **each} if isinstance(each, Mapping) else {}, name in required)
         for name, each in properties.items()
     ]
+
+
+def length(schema: Schema) -> str:
+    """A regular expression for any text as long as the schema of a string wants it."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"(.|\\n){{{least},{most}}}" if least or most != "" else _ANY
 
 
 def optional(pieces: Sequence[tuple[str, bool]]) -> str:

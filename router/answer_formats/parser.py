@@ -67,7 +67,7 @@ def grammar(
         raise InputError("tools: expected at least one", field="tools")
     lark = Lark(special)
     thought = formats.reasoning.end if formats.reasoning and is_reasoning_opened else ""
-    return lark.whole(formats.tools.section(lark, tools), mode, is_parallel, thought)
+    return formats.tools.grammar(lark, tools, mode, is_parallel, thought)
 
 
 def _answer(reader: Reader, formats: Formats, tools: Tools, is_reasoning_opened: bool) -> Steps[None]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.answer_formats.grammar import Lark, Schema, Section, Tools, parameters, separated
+from router.answer_formats.grammar import Lark, Schema, Section, Tools, length, parameters, separated
 from router.answer_formats.reader import Reader, Steps
 from router.answer_formats.shapes.tool_format import ToolFormat
 from router.answer_formats.shapes.typed import types_of
@@ -74,9 +74,7 @@ class GemmaCalls(ToolFormat):
         if types <= _SCALARS:
             return lark.json(schema)
         if types == {"string"} and not {"pattern", "format", "$ref"} & schema.keys():
-            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-            regex = f"(.|\\n){{{least},{most}}}" if least or most != "" else "(.|\\n)*"
-            return f"{lark.text(self.mark)} {lark.until(self.mark, regex)}"
+            return f"{lark.text(self.mark)} {lark.until(self.mark, length(schema))}"
         items = schema.get("items")
         is_plain = depth < _MAX_DEPTH and not {"$ref", "minItems", "maxItems", "uniqueItems"} & schema.keys()
         if types == {"array"} and is_plain and isinstance(items, Mapping):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from router.answer_formats.grammar import Lark, Section, Tools
+from router.answer_formats.grammar import Lark, Mode, Section, Tools
 from router.answer_formats.reader import Give, Markers, Reader, Steps
 from router.answer_formats.shapes.tool_format import ToolFormat
 from router.answer_formats.shapes.values import value
@@ -70,11 +70,22 @@ class Harmony(ToolFormat):
 
     def section(self, lark: Lark, tools: Tools) -> Section:
         call = lark.one_of(
-            f"{lark.text(f'commentary to=functions.{name} <|constrain|>json{_MESSAGE}')} {lark.json(schema)} "
-            f"{lark.text('<|call|>')}"
+            f"{lark.text(f'commentary to=functions.{name} <|constrain|>json{_MESSAGE}')} {lark.json(schema)}"
             for name, schema in tools.items()
         )
-        return Section({_CHANNEL: call}, f"{lark.text(f'{_START}assistant{_CHANNEL}')} {call}")
+        return Section({_CHANNEL: call}, "")
+
+    def grammar(self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, thought: str) -> str:
+        """Reasoning and preambles, and then one call, which ends the answer; or the final message."""
+        channel = lark.text(_CHANNEL)
+        free = lark.rule(
+            f'{channel} ("analysis" | "commentary") {lark.text(_MESSAGE)} {lark.until("<|end|>")} '
+            + lark.text(f"{_START}assistant")
+        )
+        last = [f"{channel} {self.section(lark, tools).heads[_CHANNEL]}"]
+        if mode is Mode.AUTO:
+            last.append(f"{lark.text(f'{_CHANNEL}final{_MESSAGE}')} TEXT")
+        return lark.start(f"{free}* ({' | '.join(last)})")
 
 
 def _header(reader: Reader) -> Steps[str]:

@@ -11,4 +11,4 @@ from __future__ import annotations
 from router.answer_formats.shapes.json_calls import JsonCalls
 
 _END = "<|/tool_call|>"
-PHI4 = JsonCalls("phi4", triggers=("functools", "<|tool_call|>"), read_ends=(_END,), is_list=True)
+PHI4 = JsonCalls("phi4", triggers=("functools[", "<|tool_call|>"), read_ends=(_END,), is_list=True)

@@ -21,7 +21,7 @@ _MAX_KEY = 64
 @dataclass(frozen=True)
 class JsonCalls(ToolFormat):
     """Args:
-    triggers: the first one is that of the grammar.
+    triggers: the first one is that of the grammar. One may end with the `[` of the list.
     end: the marker that ends the calls. It may be missing where it is read. `read_ends`: others that are read.
     separator: between calls after one marker. Empty: each has its own marker.
     is_list: the grammar's calls stand in a list. Both are read.
@@ -44,7 +44,7 @@ class JsonCalls(ToolFormat):
         if not found and not (self.is_bare and is_first):
             return False
         yield from reader.space()
-        is_list = bool((yield from reader.take("[")))
+        is_list = found.endswith("[") or bool((yield from reader.take("[")))
         separator = "," if is_list else self.separator
         if is_list:
             yield from reader.space()
@@ -65,17 +65,16 @@ class JsonCalls(ToolFormat):
             + lark.text("}")
             for name, schema in tools.items()
         )
-        begin = lark.text(self.space + opening)
         end = lark.text(closing + self.space + self.end)
         triggers = (*(("",) if self.is_bare else ()), *self.triggers)
         if separator := "," if self.is_list else self.separator:
             return Section(
-                {trigger: f"{begin} {call}" for trigger in triggers},
+                {each: f"{lark.text(opening.removeprefix(each[-1:]))} {call}" for each in triggers},
                 f"{lark.text(separator + ' ')} {call}",
                 end,
                 bare="{[",
             )
-        one = f"{begin} {call} {end}"
+        one = f"{lark.text(self.space)} {call} {end}"
         return Section({trigger: one for trigger in triggers}, f"{lark.text(chr(10) + self.triggers[0])} {one}")
 
 

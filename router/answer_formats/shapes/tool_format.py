@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from router.answer_formats.grammar import Lark, Section, Tools
+from router.answer_formats.grammar import Lark, Mode, Section, Tools
 from router.answer_formats.reader import Markers, Reader, Steps
 
 
@@ -28,6 +28,10 @@ class ToolFormat(ABC):
     @abstractmethod
     def section(self, lark: Lark, tools: Tools) -> Section:
         """Raises InputError if the format cannot write what a schema asks for."""
+
+    def grammar(self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, thought: str) -> str:
+        """`thought`: the text that ends the reasoning with which the answer begins; empty: it begins otherwise."""
+        return lark.whole(self.section(lark, tools), mode, is_parallel, thought)
 
     def content(self, reader: Reader, tools: Tools) -> Steps[None]:
         """Reads text and calls until the end. White space between calls, before the first if there is no text, and

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from router.answer_formats.grammar import Lark, Schema, Section, Tools, optional, parameters
+from router.answer_formats.grammar import Lark, Schema, Section, Tools, length, optional, parameters
 from router.answer_formats.reader import Events, Markers, Reader, Steps
 from router.answer_formats.shapes.tool_format import ToolFormat
 from router.answer_formats.shapes.typed import json_of, types_of
@@ -169,8 +169,7 @@ class XmlCalls(ToolFormat):
                 "type string, enum, const, minLength and maxLength; leave other keywords out",
                 field="tools",
             )
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return lark.until(end, f"(.|\\n){{{least},{most}}}" if least or most != "" else r"(.|\n)*")
+        return lark.until(self.value_end, length(schema), before=end.removesuffix(self.value_end))
 
 
 class _Value:
