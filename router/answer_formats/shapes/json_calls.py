@@ -1,7 +1,7 @@
 """Calls as JSON objects that hold the name and the arguments, after a marker, one by one or in a list.
 
 A call is committed to at the opening brace of its arguments if the name stands before them, and at the object's end
-otherwise. Other keys are read over, but `id` before the arguments.
+otherwise. Beside them it may only have an id and a type, of which the id is kept if it stands before the arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from router.answer_formats.shapes.tool_format import ToolFormat
 from router.answer_formats.shapes.values import text_of_string, value
 
 _ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("id", "type")
 _MAX_KEY = 64
 
 
@@ -110,7 +111,7 @@ def call_object(reader: Reader, tools: Tools) -> Steps[bool]:
             return True
         else:
             pieces: list[str] = []
-            if key is None or not (yield from value(reader, pieces.append)):
+            if key not in (*_ARGUMENTS, *_OTHERS) or not (yield from value(reader, pieces.append)):
                 return False
             text = "".join(pieces)
             if key in _ARGUMENTS:
@@ -136,7 +137,7 @@ def _rest(reader: Reader) -> Steps[bool]:
         yield from reader.space()
         if (found := (yield from reader.take(",", "}"))) != ",":
             return bool(found)
-        if (yield from _key(reader)) is None or not (yield from value(reader, lambda _: None)):
+        if (yield from _key(reader)) not in _OTHERS or not (yield from value(reader, lambda _: None)):
             return False
     return False
 

@@ -67,7 +67,7 @@ def string(reader: Reader, give: Give, quotes: str = '"') -> Steps[bool]:
         return False
     reader.position += 1
     give('"')
-    while (yield from reader.more()) and not reader.is_too_long:
+    while not reader.is_too_long and (yield from reader.more()):
         if found := _PLAIN[quote].match(reader.buffer, reader.position):
             reader.position = found.end()
             give(found.group() if quote == '"' else found.group().replace('"', '\\"'))
