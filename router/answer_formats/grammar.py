@@ -37,7 +37,7 @@ class Section:
             at the beginning of the answer only.
         more: a further call.
         close: what ends the calls.
-        bare: characters that text may not begin with, if a trigger is empty.
+        bare: characters that text may not begin with, if a trigger is empty; else empty.
     """
 
     heads: Mapping[str, str]
@@ -95,13 +95,15 @@ class Lark:
         """`thought`: the text that ends the reasoning with which the answer begins; empty: it begins otherwise."""
         rest = f"({section.more})* {section.close}" if parallel else section.close
         answers = []
+        bare = re.escape(section.bare)
+        text = f"[ \\t\\r\\n]*([^ \\t\\r\\n{bare}]{_ANY})?" if bare else _ANY  # it is no call without a marker
         for trigger, first in section.heads.items():
             if mode is Mode.AUTO and trigger:
-                answers.append(f"{self.until(trigger)} {first} {rest}")
+                answers.append(f"{self.until(trigger, text)} {first} {rest}")
             elif mode is Mode.AUTO or section.bare or trigger == next(iter(section.heads)):
-                answers.append(f"{self.text(trigger) if trigger else ''} {first} {rest}")
+                answers.append(f"{self.text(trigger) if trigger else 'SPACE'} {first} {rest}")
         if mode is Mode.AUTO:
-            answers.append(self._plain(section))
+            answers.append(self._plain(section, text) if bare else "TEXT")
         before = f"{self.until(thought)} " if thought else ""
         space = "" if mode is Mode.AUTO else "SPACE "
         return self.start(f"{before}{space}{self.one_of(answers)}")
@@ -110,13 +112,11 @@ class Lark:
         """The whole grammar."""
         return "\n".join([*self._lines, f"start: {body}"]) + "\n"
 
-    def _plain(self, section: Section) -> str:
-        """Text without a call."""
-        if "" not in section.heads:
-            return "TEXT"
+    def _plain(self, section: Section, text: str) -> str:
+        """Text (a regular expression) without a trigger."""
         triggers = [each for each in section.heads if each and not self._pattern.search(each)]
         without = "".join(f" & ~(/{_ANY}/ {_quoted(each)} /{_ANY}/)" for each in triggers)
-        return self._terminal(f"/[ \\t\\r\\n]*([^ \\t\\r\\n{re.escape(section.bare)}]{_ANY})?/{without}")
+        return self._terminal(f"/{text}/{without}")
 
 
 def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:

@@ -73,7 +73,7 @@ class JsonCalls(ToolFormat):
                 {each: f"{lark.text(opening.removeprefix(each[-1:]))} {call}" for each in triggers},
                 f"{lark.text(separator + ' ')} {call}",
                 end,
-                bare="{[",
+                bare="{[" if self.is_bare else "",
             )
         one = f"{lark.text(self.space)} {call} {end}"
         return Section({trigger: one for trigger in triggers}, f"{lark.text(chr(10) + self.triggers[0])} {one}")

@@ -143,7 +143,8 @@ class XmlCalls(ToolFormat):
             return Section({self.call: call}, f"{begin} {call}")
         opening, closing = self.wrapper
         if self.is_wrapper_shared:
-            return Section({opening: f"{begin} {call}"}, f"{begin} {call}", lark.text("\n" + closing))
+            heads = {opening: f"{begin} {call}", self.call: call}
+            return Section(heads, f"{begin} {call}", lark.text("\n" + closing))
         whole = f"{begin} {call} {lark.text(chr(10) + closing)}"
         return Section({opening: whole, self.call: call}, f"{lark.text(chr(10) + opening)} {whole}")
 

@@ -356,7 +356,7 @@ def _reasoning_answers() -> Iterator[Answer]:
         yield Answer(format, "no reasoning", f"No {end}.", [Text(f"No {end}.")], reasoning)
         yield Answer(format, "reasoning cut off", f"{begin}Hm. {end[:-1]}", [Reasoning(f"Hm. {end[:-1]}")], reasoning)
     one = WRITERS["kimi_k2"]([("get_weather", PARIS)])
-    found = [Reasoning("Look. "), _call("get_weather", PARIS, "kimi_k2")]
+    found: list[Part] = [Reasoning("Look. "), _call("get_weather", PARIS, "kimi_k2")]
     yield Answer("kimi_k2", "reasoning without its end", f"<think>Look. {one}", found, "kimi_k2")
 
 
@@ -364,7 +364,7 @@ def _variants() -> Iterator[Answer]:
     """What models write besides the canonical form, and what only looks like a call."""
     paris = Call("get_weather", PARIS)
     text = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
-    for format, what, written, found in (
+    variants: Sequence[tuple[str, str, str, Sequence[Part]]] = (
         ("hermes", "one line, no end", f"<tool_call>{text}", [paris]),
         ("hermes", "arguments before the name",
          '<tool_call>{"arguments": {"city": "Paris", "days": 2}, "name": "get_weather"}</tool_call>', [paris]),
@@ -441,7 +441,8 @@ def _variants() -> Iterator[Answer]:
         ("minimax_m2", "values on their own lines",
          '<minimax:tool_call>\n<invoke name="write-file">\n<parameter name="content">\na\n\n</parameter>\n</invoke>\n'
          "</minimax:tool_call>", [Call("write-file", {"content": "a\n"})]),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for format, what, written, found in variants:
         yield Answer(format, what, written, found)
 
 
