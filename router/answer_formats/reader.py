@@ -135,6 +135,8 @@ class Reader:
 
     def space(self) -> Steps[str]:
         """Reads white space, at most MAX_SPACE."""
+        if self.position < len(self.buffer) and self.buffer[self.position] not in " \t\r\n":
+            return ""
         read: list[str] = []
         left = MAX_SPACE
         while left and (yield from self.more()):

@@ -13,6 +13,7 @@ another recipient, an unknown tool, or with other content comes out as it was wr
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from router.answer_formats.grammar import Lark, Mode, Section, Tools
 from router.answer_formats.reader import Give, Markers, Reader, Steps
@@ -25,10 +26,19 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HEADS = Markers(_START, _CHANNEL)
 _BODY_ENDS = Markers(*_ENDS, _START)
-_IN_HEADER = Markers(_MESSAGE, *_ENDS)
-_MAX_HEADER = 512
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_MAX_HEADER = 512  # characters
+_TO = r"(?: to=(?:functions\.)?([^\s<]+))?"
+_HEADER = re.compile(
+    rf"(?:<\|start\|>assistant{_TO})?(?:<\|channel\|>(analysis|commentary|final){_TO})? ?"
+    r"(?:<\|constrain\|>)?(?:json|code|text)? ?<\|message\|>"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    text: str
+    channel: str
+    recipient: str
 
 
 class Harmony(ToolFormat):
@@ -42,12 +52,12 @@ class Harmony(ToolFormat):
                 continue
             give = reader.out.text
             header = yield from reader.attempt(_header(reader))
-            if header and not _recipient(header):
-                give = reader.out.reasoning if _channel(header) == "analysis" else give
+            if header and not header.recipient:
+                give = reader.out.reasoning if header.channel == "analysis" else give
                 yield from _body(reader, give)
                 continue
             if header:  # to another recipient
-                give(header)
+                give(header.text)
             elif not (yield from reader.until(_HEADS, give)):
                 return
             else:
@@ -56,13 +66,12 @@ class Harmony(ToolFormat):
 
     def calls(self, reader: Reader, tools: Tools, is_first: bool) -> Steps[bool]:
         header = yield from _header(reader)
-        name = _recipient(header)
-        if name not in tools or _channel(header) == "final":
+        if not header or header.recipient not in tools or header.channel == "final":
             return False
         yield from reader.space()
         if (yield from reader.peek()) != "{":
             return False
-        reader.start_call(name)
+        reader.start_call(header.recipient)
         if (yield from value(reader, reader.out.arguments)):
             reader.out.end_call()
             yield from reader.mark(*_ENDS)
@@ -88,34 +97,24 @@ class Harmony(ToolFormat):
         return lark.start(f"{free}* ({' | '.join(last)})")
 
 
-def _header(reader: Reader) -> Steps[str]:
-    """All until the body of a message; empty if no message begins here."""
+def _header(reader: Reader) -> Steps[_Header | None]:
+    """All until the body of a message."""
     if not (yield from reader.ahead(reader.take(_START, _CHANNEL))):
-        return ""
-    pieces: list[str] = []
-    size = 0
-    while size <= _MAX_HEADER and (yield from reader.more()):
-        if found := (yield from reader.take(_MESSAGE)):
-            return "".join([*pieces, found])
-        pieces.append(reader.buffer[reader.position])
+        return None
+    chars: list[str] = []
+    while not (yield from reader.take(_MESSAGE)):
+        if len(chars) == _MAX_HEADER or not (yield from reader.more()):
+            return None
+        chars.append(reader.buffer[reader.position])
         reader.position += 1
-        size += 1
-    return ""
+    text = "".join([*chars, _MESSAGE])
+    found = _HEADER.fullmatch(text)
+    return _Header(text, found[2] or "", found[1] or found[3] or "") if found else None
 
 
 def _body(reader: Reader, give: Give) -> Steps[None]:
     if (yield from reader.until(_BODY_ENDS, give)):
         yield from reader.take(*_ENDS)
-
-
-def _recipient(header: str) -> str:
-    found = _RECIPIENT.search(header)
-    return found.group(1) if found else ""
-
-
-def _channel(header: str) -> str:
-    found = _NAMED_CHANNEL.search(header)
-    return found.group(1) if found else ""
 
 
 HARMONY = Harmony()
