@@ -11,13 +11,13 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
-from router.admission.fair_threads import PARSER_THREADS
+from router.admission.parse_threads import PARSER_THREADS
 from router.auth.call_gate import CallGate
-from router.dashboard.edge import DashboardEdge
 from router.dashboard.feed import Feed
-from router.dashboard.source import SnapshotSource
+from router.dashboard.routes import DashboardEdge
+from router.dashboard.shared_snapshots import SnapshotSource
 from router.dashboard.view import RouterView
-from router.edge.controller_traces import TracesEdge
+from router.edge.controller_api import TracesEdge
 from router.edge.grpc import GrpcServer
 from router.edge.http import HttpEdge
 from router.edge.http_server import HttpServer, bind
@@ -34,7 +34,7 @@ from router.observe.metrics.requests import RouterMetrics
 from router.observe.metrics.resources import ResourceMetrics
 from router.observe.metrics.scraped import ScrapedMetrics
 from router.observers import Observers
-from router.policies.estimates import Estimates
+from router.policies.pace_estimates import Estimates
 from router.policies.placement import named_policy
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror

@@ -8,11 +8,11 @@ from router.dashboard.feed import Feed
 from router.observe.demand import DemandMeter
 from router.observe.export import TraceExport
 from router.observe.metrics.requests import RouterMetrics
-from router.observe.paces import Paces
+from router.observe.pace_observer import PaceObserver
 from router.observe.request_log import RequestLog
 from router.observe.request_tap import RequestTap
 from router.observe.trace import Traces
-from router.probes.health_facts import HealthFacts
+from router.probes.health_from_requests import HealthFromRequests
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.workers.fleet import Fleet
@@ -37,8 +37,8 @@ class Observers:
         self.demand = DemandMeter(classes)
         self.traces.subscribe(facts)
         RequestLog(self.traces).subscribe(facts)
-        Paces(fleet).subscribe(facts)
-        HealthFacts(fleet, core.placer).subscribe(facts)
+        PaceObserver(fleet).subscribe(facts)
+        HealthFromRequests(fleet, core.placer).subscribe(facts)
         self.demand.subscribe(facts)
         metrics.subscribe(facts, self.traces)
         feed.subscribe(facts)

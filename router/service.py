@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from router.admission.fair_threads import PARSER_THREADS, FairThreads
+from router.admission.parse_threads import PARSER_THREADS, ParseThreads
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.principal import ANONYMOUS
@@ -56,7 +56,7 @@ class RouterService:
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
-        self.threads = FairThreads(executor, PARSER_THREADS)
+        self.threads = ParseThreads(executor, PARSER_THREADS)
         self.calls = calls
         self._readiness = readiness
         self._terms = terms

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc.aio
 
-from router.edge.controller_traces import SECRET_KEY
+from router.edge.controller_api import SECRET_KEY
 from router.observe.trace import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc

@@ -19,7 +19,7 @@ from cluster.spec.redis_probe import check_redis
 from kvtransfer.session.reshard import check_compatible
 from kvtransfer.transports.choice import check_support
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from router.auth.sources import KeySources
+from router.auth.key_refresh import KeyRefresh
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
@@ -218,7 +218,7 @@ def check_transfer(spec: ClusterSpec, probe: GpuProbe) -> None:
 
 def check_auth(spec: ClusterSpec) -> None:
     """Raises ConfigError if a keys file is missing or invalid, or the audit log cannot be written."""
-    KeySources(spec.security.auth, SystemClock())
+    KeyRefresh(spec.security.auth, SystemClock())
     check_audit_log(spec.security.auth)
 
 

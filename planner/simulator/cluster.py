@@ -15,7 +15,7 @@ from planner.simulator.sequence import SimSequence, TraceBlockHashes
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
-from router.observe.paces import Paces
+from router.observe.pace_observer import PaceObserver
 from router.policies.placement import named_policy
 from router.request_terms import RequestTerms
 from router.requests import actions as act
@@ -42,7 +42,7 @@ class SimCluster:
         self.cache = CacheFeed(loop, setup.router.index_memory_bytes, self.fleet)
         facts = Facts()
         measurements.subscribe(facts)
-        Paces(self.fleet).subscribe(facts)
+        PaceObserver(self.fleet).subscribe(facts)
         self.core = RequestCore(
             setup.router, named_policy(setup.router), self.fleet, self.cache.mirror, loop, self, facts
         )

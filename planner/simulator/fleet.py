@@ -17,8 +17,8 @@ from planner.simulator.measurements import IntervalHistogram
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
-from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.pace import Pace
+from router.policies.pace_estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
 from router.workers.load_account import Charge

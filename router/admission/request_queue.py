@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from router.admission.fair_queue import WeightedFairQueue
-from router.admission.model_line import ModelLine, WaitingRequest
+from router.admission.model_queue import ModelQueue, WaitingRequest
 from router.request_terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
@@ -45,7 +45,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Prefilling(Generic[Item]):
-    line: ModelLine[Item]
+    line: ModelQueue[Item]
     tokens: int
     batch: bool
 
@@ -68,8 +68,8 @@ class RequestQueue(Generic[Item]):
         self._max_queued = max_queued_requests
         self._timeouts_s = {each.name: each.queue_timeout_s or queue_timeout_s for each in classes}
         self._budget_tokens = budget_tokens
-        self._lines: dict[str, ModelLine[Item]] = {}
-        self._waiting: dict[Item, tuple[ModelLine[Item], WaitingRequest[Item]]] = {}
+        self._lines: dict[str, ModelQueue[Item]] = {}
+        self._waiting: dict[Item, tuple[ModelQueue[Item], WaitingRequest[Item]]] = {}
         self._prefilling: dict[Item, _Prefilling[Item]] = {}
         self._expiries: list[tuple[float, int, WaitingRequest[Item]]] = []  # a heap; may hold entries that left
         self._order = itertools.count()
@@ -195,7 +195,7 @@ class RequestQueue(Generic[Item]):
 
     def _dispatch_tier(
         self,
-        line: ModelLine[Item],
+        line: ModelQueue[Item],
         tier: WeightedFairQueue[WaitingRequest[Item]],
         now_s: float,
         place: Callable[[Item], bool],
@@ -219,7 +219,7 @@ class RequestQueue(Generic[Item]):
             found.line.stop(found.tokens, batch=found.batch)
         return found
 
-    def _check_ttft(self, line: ModelLine[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
+    def _check_ttft(self, line: ModelQueue[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
         spec = self._classes[terms.priority]
         limits_s: list[tuple[float, Refusal, str]] = []
         if terms.deadline_s is not None:
@@ -244,7 +244,7 @@ class RequestQueue(Generic[Item]):
                 retry_after_s=min(max(SHORTEST_RETRY_S, predicted_s - limit_s), LONGEST_RETRY_S),
             )
 
-    def _make_room(self, line: ModelLine[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
+    def _make_room(self, line: ModelQueue[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
         """If the queue is full, evicts the newest request of the tenant with most; batch classes first.
 
         Raises OverloadedError if no tenant has more queued than this one.
@@ -273,12 +273,12 @@ class RequestQueue(Generic[Item]):
         self.remove(entry.item)
         return [(entry.item, OverloadedError(full, retry_after_s=retry_s))]
 
-    def _expiry_s(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> float:
+    def _expiry_s(self, line: ModelQueue[Item], entry: WaitingRequest[Item]) -> float:
         """When the wait ends: the timeout of its class, or the last moment at which the prefill can still be done by
         the TTFT objective and by the deadline."""
         return min(due_s for due_s, _ in self._limits_s(line, entry))
 
-    def _limits_s(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> list[tuple[float, Refusal]]:
+    def _limits_s(self, line: ModelQueue[Item], entry: WaitingRequest[Item]) -> list[tuple[float, Refusal]]:
         limits_s = [(entry.since_s + self._timeouts_s[entry.priority], Refusal.TIMEOUT)]
         least_s, slo_s = line.least_s(entry.tokens), self._classes[entry.priority].ttft_slo_s
         if slo_s is not None and not entry.has_begun:
@@ -287,7 +287,7 @@ class RequestQueue(Generic[Item]):
             limits_s.append((entry.terms.deadline_s - least_s, Refusal.DEADLINE))
         return limits_s
 
-    def _expiry_error(self, line: ModelLine[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
+    def _expiry_error(self, line: ModelQueue[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
         waited = f"waited {now_s - entry.since_s:.3g} s in the queue"
         _, refusal = min(self._limits_s(line, entry))
         self.refusals[entry.priority, refusal] += 1
@@ -305,11 +305,11 @@ class RequestQueue(Generic[Item]):
         missed = "" if refusal is Refusal.TIMEOUT else f"; the TTFT objective of class {entry.priority!r} is missed"
         return OverloadedError(f"{waited}; no worker had room{missed}", retry_after_s=retry_s)
 
-    def _retry_after_s(self, line: ModelLine[Item], now_s: float) -> float:
+    def _retry_after_s(self, line: ModelQueue[Item], now_s: float) -> float:
         """The wait of the line's head: a new request waits at least that long."""
         return min(max(MIN_RETRY_AFTER_S, line.longest_wait_s(now_s)), LONGEST_RETRY_S)
 
-    def _track(self, line: ModelLine[Item], entry: WaitingRequest[Item]) -> None:
+    def _track(self, line: ModelQueue[Item], entry: WaitingRequest[Item]) -> None:
         self._waiting[entry.item] = (line, entry)
         heapq.heappush(self._expiries, (self._expiry_s(line, entry), next(self._order), entry))
         if len(self._expiries) > 2 * len(self._waiting) + SPARE_EXPIRIES:  # mostly entries that left
@@ -325,8 +325,8 @@ class RequestQueue(Generic[Item]):
         found = self._waiting.get(entry.item)
         return found is not None and found[1] is entry
 
-    def _line(self, model: str) -> ModelLine[Item]:
+    def _line(self, model: str) -> ModelQueue[Item]:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = ModelLine(model, list(self._classes.values()))
+            line = self._lines[model] = ModelQueue(model, list(self._classes.values()))
         return line

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from router.auth.call import Call
 from router.auth.jwt_tokens import UnknownSigningKey
+from router.auth.key_refresh import KeyRefresh
 from router.auth.principal import AccessLevel, CacheSalts
 from router.auth.rate_limits import RateLimiter
-from router.auth.sources import KeySources
 from tandem.clock import Clock
 from tandem.config.auth import AuthSpec
 from tandem.errors import TandemError
@@ -34,19 +34,19 @@ class CallGate:
         """Reads the files that `auth` names. Raises ConfigError."""
         self._clock = clock
         self._on_refused = on_refused
-        self._sources = KeySources(auth, clock) if auth.required else None
+        self._keys = KeyRefresh(auth, clock) if auth.required else None
         self._limiter = RateLimiter(clock)
         self._audit = AuditLog.of(auth, router_id)
         self.salts = CacheSalts(salt_secret or secrets.token_hex(32))
         self.is_watching = auth.required or self._audit is not None  # else the edges create no calls
 
     def start(self) -> None:
-        if self._sources is not None:
-            self._sources.start()
+        if self._keys is not None:
+            self._keys.start()
 
     async def close(self) -> None:
-        if self._sources is not None:
-            await self._sources.close()
+        if self._keys is not None:
+            await self._keys.close()
         if self._audit is not None:
             self._audit.close()
 
@@ -60,9 +60,9 @@ class CallGate:
             try:
                 self.authenticate_again(call, authorization)
             except UnknownSigningKey:
-                if self._sources is None:
+                if self._keys is None:
                     raise
-                await self._sources.refresh()
+                await self._keys.refresh()
                 self.authenticate_again(call, authorization)
         except TandemError as error:
             call.code = error.code
@@ -78,8 +78,8 @@ class CallGate:
 
     def authenticate_again(self, call: Call, authorization: str | None) -> None:
         """As `authenticate`, with the keys that are loaded: a key may have expired since the call began."""
-        if self._sources is not None:
-            call.principal = self._sources.identify(authorization, call.access)
+        if self._keys is not None:
+            call.principal = self._keys.identify(authorization, call.access)
             call.tenant = call.principal.tenant
 
     def finish(self, call: Call) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtransfer.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
-from router.dashboard.slices import Count, Latency, Slices, bucket_of
+from router.dashboard.time_slices import Count, Latency, TimeSlices, bucket_of
 from router.policies.types import PlacementReason
 from router.requests import actions as act
 from router.requests.facts import Facts, Placed, Requeued
@@ -37,7 +37,7 @@ class Decision:
 
 class Feed:
     def __init__(self, clock: Clock) -> None:
-        self.slices = Slices()
+        self.slices = TimeSlices()
         self.flows = Flows()
         self.events = EventLog()
         self.fleet_watch = FleetWatch(self.events)

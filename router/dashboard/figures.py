@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.dashboard import snapshot
-from router.dashboard.slices import (
+from router.dashboard.time_slices import (
     QUANTILES,
     SLICE_S,
     Count,
     Latency,
     Slice,
-    Slices,
+    TimeSlices,
     longest,
     merged,
     quantile,
@@ -24,11 +24,11 @@ CACHE_WINDOW_S = 300.0
 _NOTHING: list[float | None] = [None] * len(QUANTILES)
 
 
-def summaries(slices: Slices, now_s: float) -> list[snapshot.LatencySummary]:
+def summaries(slices: TimeSlices, now_s: float) -> list[snapshot.LatencySummary]:
     return [_summary(slices.recent(window_s, now_s), window_s) for window_s in WINDOWS_S]
 
 
-def history(slices: Slices, now_s: float, now_unix_s: float) -> snapshot.History:
+def history(slices: TimeSlices, now_s: float, now_unix_s: float) -> snapshot.History:
     known = slices.history(now_s)
     ttft, tpot, itl, e2e = (_series(known, latency) for latency in Latency)
     return snapshot.History(
@@ -46,7 +46,7 @@ def history(slices: Slices, now_s: float, now_unix_s: float) -> snapshot.History
     )
 
 
-def rates(slices: Slices, up_s: float, now_s: float) -> snapshot.Rates:
+def rates(slices: TimeSlices, up_s: float, now_s: float) -> snapshot.Rates:
     recent = slices.recent(RATE_WINDOW_S, now_s)
     # From the start of the oldest slice in the window to now, at most the router's uptime.
     covered_s = max(1.0, min(up_s, RATE_WINDOW_S - SLICE_S + now_s % SLICE_S))
@@ -65,17 +65,17 @@ def rates(slices: Slices, up_s: float, now_s: float) -> snapshot.Rates:
     )
 
 
-def hit_share(slices: Slices, now_s: float) -> float | None:
+def hit_share(slices: TimeSlices, now_s: float) -> float | None:
     recent = slices.recent(CACHE_WINDOW_S, now_s)
     return share(total(recent, Count.CACHED_TOKENS), total(recent, Count.PROMPT_TOKENS))
 
 
-def wrong_credit_share(slices: Slices, now_s: float) -> float | None:
+def wrong_credit_share(slices: TimeSlices, now_s: float) -> float | None:
     recent = slices.recent(CACHE_WINDOW_S, now_s)
     return share(total(recent, Count.WRONG_CREDIT_TOKENS), total(recent, Count.CREDITED_TOKENS))
 
 
-def hit_share_history(slices: Slices, now_s: float) -> list[float | None]:
+def hit_share_history(slices: TimeSlices, now_s: float) -> list[float | None]:
     return [
         None if each is None else share(each.counts[Count.CACHED_TOKENS], each.counts[Count.PROMPT_TOKENS])
         for each in slices.history(now_s)

@@ -16,12 +16,12 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
-from router.edge.controller_traces import TracesEdge
+from router.edge.controller_api import TracesEdge
 from router.edge.keyed_grpc import KeyedCalls, Run, has_key
-from router.edge.limits.arrivals import Arrivals, MessageBudget
 from router.edge.limits.bodies import BodyBudget
-from router.edge.limits.calls import CallLimit
 from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
+from router.edge.limits.grpc_arrivals import Arrivals, MessageBudget
+from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
 from router.edge.openai.request_schema import MAX_MESSAGES

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge.json_slices import JsonSlices
 from router.edge.keyed_http import REPLAYED, Handler, answer_once
 from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
@@ -39,7 +40,6 @@ from router.edge.openai.request_schema import ChatCompletionRequest, CompletionR
 from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from router.edge.slices import JsonSlices
 from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds

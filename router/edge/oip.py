@@ -9,7 +9,7 @@ from typing import Any
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.keyed_grpc import KeyedCalls, has_key
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.answer_format import text_of, tokens_of
 from router.idempotency.keyed_answers import HEADER

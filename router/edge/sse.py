@@ -18,9 +18,9 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.edge.json_slices import Slices
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
-from router.edge.slices import Slices
 from router.requests.answers import Answers, Arrival
 from tandem.errors import TandemError
 

@@ -1,4 +1,4 @@
-"""How fast a worker is: a value that router.policies.estimates measures or the simulator sets."""
+"""How fast a worker is: a value that router.policies.pace_estimates measures or the simulator sets."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import blake2b
 
-from router.admission.fair_threads import FairThreads
+from router.admission.parse_threads import ParseThreads
 from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
@@ -23,7 +23,7 @@ class GrammarChecker:
         self._compiler: GrammarCompiler | None = None
         self._kept: OrderedDict[tuple[str, bytes], InputError | None] = OrderedDict()  # by tenant and grammar
 
-    async def check(self, constraint: Constraint, threads: FairThreads, tenant: str) -> None:
+    async def check(self, constraint: Constraint, threads: ParseThreads, tenant: str) -> None:
         """Raises InputError with the field, and with the JSON pointer of an unsupported keyword."""
         key = (tenant, blake2b(constraint.grammar.encode(), digest_size=16).digest())
         if key not in self._kept:

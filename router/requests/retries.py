@@ -1,4 +1,5 @@
-"""What follows from the error of an attempt: another attempt, or the request's end. And which errors blame a worker."""
+"""What follows from the error of an attempt: another attempt (at most `router.max_migrations`), or the request's end.
+And which errors blame a worker."""
 
 from __future__ import annotations
 

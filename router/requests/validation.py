@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from router.admission.fair_threads import FairThreads
+from router.admission.parse_threads import ParseThreads
 from router.request_ids import new_request_id
 from router.requests.detokenizer import stop_automaton
 from router.requests.grammar_check import GrammarChecker
@@ -139,7 +139,7 @@ class ServingModel:
     async def parse(
         self,
         raw: RawRequest,
-        threads: FairThreads,
+        threads: ParseThreads,
         *,
         tenant: str = "",
         max_model_tokens: int | None = None,
@@ -158,13 +158,13 @@ class ServingModel:
         return await threads.run(tenant, prompt_chars(raw.prompt) + stop_chars, work)
 
     async def tokenize(
-        self, prompt: str | tuple[Message, ...], threads: FairThreads, tenant: str, *, special_tokens: bool
+        self, prompt: str | tuple[Message, ...], threads: ParseThreads, tenant: str, *, special_tokens: bool
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt. Raises InputError, ContextExceeded."""
         work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
         return work() if _is_short(prompt) else await threads.run(tenant, prompt_chars(prompt), work)
 
-    async def detokenize(self, tokens: Sequence[int], threads: FairThreads, tenant: str) -> str:
+    async def detokenize(self, tokens: Sequence[int], threads: ParseThreads, tenant: str) -> str:
         """Raises InputError."""
         self._check_ids("tokens", tokens)
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.policies.estimates import Estimates, WorkerEstimates
+from router.policies.pace_estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.workers.health import HealthBoard

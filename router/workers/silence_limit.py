@@ -1,4 +1,5 @@
-"""When a worker last showed progress of its step loop, and how long it may be silent. Pure."""
+"""When a worker last showed progress of its step loop, and how long it may be silent (`router.worker_stall_s`).
+Pure."""
 
 from __future__ import annotations
 

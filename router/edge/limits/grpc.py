@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import call_of
-from router.edge.limits.arrivals import Arrivals, caller_of, messages
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_arrivals import Arrivals, caller_of, messages
+from router.edge.limits.grpc_calls import CallLimit
 from router.edge.limits.proto import decoder
 from router.request_ids import echoed, name_call
 from tandem.errors import ErrorCode, RequestCancelled, TandemError

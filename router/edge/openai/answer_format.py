@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from router.edge.json_slices import ListMaker, at_once, json_pieces, on_demand, one_by_one
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     AssistantMessage,
@@ -28,7 +29,6 @@ from router.edge.openai.answer_schema import (
     ErrorDetail,
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
-from router.edge.slices import ListMaker, at_once, json_pieces, on_demand, one_by_one
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import TandemError

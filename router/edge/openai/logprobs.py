@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from router.edge.json_slices import ListMaker, at_once
 from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from router.edge.slices import ListMaker, at_once
 from router.requests.detokenizer import TokenDecoder
 from router.requests.output import OutToken
 from tandem.v1 import inference_pb2

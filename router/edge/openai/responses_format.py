@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from router.edge.json_slices import ListMaker, at_once, json_pieces, on_demand
 from router.edge.openai.answer_schema import (
     ChatTokenLogprob,
     ContentPartEvent,
@@ -25,7 +26,6 @@ from router.edge.openai.answer_schema import (
 )
 from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
-from router.edge.slices import ListMaker, at_once, json_pieces, on_demand
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, Usage
 from tandem.errors import TandemError

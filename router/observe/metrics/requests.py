@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.metrics.admission import CoreCollector
-from router.observe.metrics.index import IndexCollector
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
+from router.observe.metrics.prefix_index import IndexCollector
 from router.observe.slo import SloCollector, slo_outcome
 from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
 from router.prefix_index.follower import PrefixFollower

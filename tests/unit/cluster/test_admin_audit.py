@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from cluster import certificates
-from cluster.cli.admin_client import folder_spec
+from cluster.certificates import folder_spec
 from cluster.control.admin_service import ADMINS, ALLOWED, SERVICE, AdminService
 from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError

@@ -15,7 +15,7 @@ from planner.simulator.events import EventLoop
 from router.dashboard.feed import Feed
 from router.observe.metrics.requests import RouterMetrics
 from router.observers import Observers
-from router.policies.estimates import Estimates
+from router.policies.pace_estimates import Estimates
 from router.policies.placement import named_policy
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request_terms import RequestTerms

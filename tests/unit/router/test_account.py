@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.policies.estimates import Estimates
+from router.policies.pace_estimates import Estimates
 from router.workers.fleet import Worker
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account, Charge

@@ -11,8 +11,8 @@ from router.dashboard.events import EventKind
 from router.observe.demand import DemandMeter
 from router.observe.request_tap import MAX_WAITING
 from router.observe.trace import Stage
-from router.policies.estimates import REFRESH_S
 from router.policies.pace import BATCH_SIZES
+from router.policies.pace_estimates import REFRESH_S
 from router.prefix_index.mirror import WorkerKey
 from router.request_terms import RequestTerms
 from router.workers.health import EjectReason, HealthState

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from router.dashboard.edge import STATIC
+from router.dashboard.routes import STATIC
 from router.dashboard.snapshot import VERSION, RequestTimeline, Snapshot
 from router.observe.trace import MAX_TRACES
 from router.testing.stub_worker import until

@@ -10,8 +10,18 @@ import pytest
 from router.dashboard import cluster_status, figures, snapshot
 from router.dashboard.events import MAX_EVENTS, EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import MAX_PAIRS, TIME_CONSTANT_S, Flows
-from router.dashboard.slices import BUCKETS, LEAST_S, SLICE_S, SLICES, Count, Latency, Slices, bucket_of, quantile
-from router.policies.estimates import Estimates
+from router.dashboard.time_slices import (
+    BUCKETS,
+    LEAST_S,
+    SLICE_S,
+    SLICES,
+    Count,
+    Latency,
+    TimeSlices,
+    bucket_of,
+    quantile,
+)
+from router.policies.pace_estimates import Estimates
 from router.prefix_index.mirror import WorkerKey
 from router.workers.fleet import Fleet
 from router.workers.health import EjectReason, HealthState
@@ -25,7 +35,7 @@ class TestSlices:
     def test_percentiles_are_off_by_a_bucket_at_most(self, spread: float) -> None:
         drawn = random.Random(1)
         seconds = sorted(0.02 * drawn.lognormvariate(0, spread) for _ in range(4000))
-        slices = Slices()
+        slices = TimeSlices()
         for each in seconds:
             slices.observe(Latency.TTFT, each, 5.0)
         [only] = slices.recent(60.0, 5.0)
@@ -35,7 +45,7 @@ class TestSlices:
 
     @pytest.mark.parametrize("seconds", [[3.14], [0.9, 1.0, 3.14], [1e-5], [2e3, 5e3]])
     def test_no_percentile_is_above_everything_observed(self, seconds: list[float]) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         for each in seconds:
             slices.observe(Latency.TTFT, each, 5.0)
         assert figures.summaries(slices, 6.0)[0].ttft.p99 == pytest.approx(seconds[-1], rel=1e-9)
@@ -50,7 +60,7 @@ class TestSlices:
         assert quantile([0] * BUCKETS, 0.5, 0.0) is None
 
     def test_what_is_older_than_the_window_is_forgotten_and_memory_is_bounded(self) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         for number in range(3 * SLICES):
             slices.add(Count.FINISHED, 1, number * SLICE_S)
         now_s = (3 * SLICES - 1) * SLICE_S
@@ -67,7 +77,7 @@ class TestSlices:
 class TestFigures:
     @pytest.mark.parametrize(("up_s", "now_s"), [(3.0, 1003.0), (25.0, 1009.9), (500.0, 1000.0), (500.0, 1005.0)])
     def test_a_steady_rate_is_told_as_it_is(self, up_s: float, now_s: float) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         at_s = max(now_s - up_s, now_s - 100.0)
         while at_s < now_s:
             slices.add(Count.OUTPUT_TOKENS, 10, at_s)
@@ -76,7 +86,7 @@ class TestFigures:
         assert rates.output_tokens_per_s == pytest.approx(100, rel=0.07)
 
     def test_a_closed_slice_keeps_its_percentiles_and_an_open_one_follows(self) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         slices.observe(Latency.TTFT, 0.1, 5.0)
         assert figures.history(slices, 5.0, 0.0).ttft.p50[-1] == pytest.approx(0.1, rel=0.15)
         for _ in range(9):
@@ -86,7 +96,7 @@ class TestFigures:
             assert figures.history(slices, now_s, 0.0).ttft.p50[-2] == pytest.approx(1.0, rel=0.15)
 
     def test_a_router_that_did_nothing_has_no_shares_and_no_percentiles(self) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         assert figures.hit_share(slices, 9.0) is None
         assert figures.wrong_credit_share(slices, 9.0) is None
         [first, *_] = figures.summaries(slices, 9.0)
@@ -95,7 +105,7 @@ class TestFigures:
         assert (len(history.ttft.p50), set(history.ttft.p50), set(history.requests)) == (SLICES, {None}, {0})
 
     def test_the_hit_share_is_of_tokens_of_the_window(self) -> None:
-        slices = Slices()
+        slices = TimeSlices()
         slices.add(Count.PROMPT_TOKENS, 1000, 0.0)
         slices.add(Count.PROMPT_TOKENS, 400, 500.0)
         slices.add(Count.CACHED_TOKENS, 100, 500.0)

@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.edge import grpc as edge
-from router.edge.limits import arrivals
 from router.edge.limits import grpc as limits
+from router.edge.limits import grpc_arrivals
 from router.edge.limits.bodies import EXEMPT_BYTES
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_calls import CallLimit
 from router.testing.stub_worker import until
 from tandem.config.spec import RouterSpec
 from tandem.errors import DeadlineExceeded, InputError, OverloadedError, Unauthenticated
@@ -43,7 +43,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, client_timeout_s: float) -> RouterSpec
     monkeypatch.setattr(edge, "MAX_OPEN_CALLS", 150)
     monkeypatch.setattr(edge, "MAX_CALLS", CALLS)
     monkeypatch.setattr(edge, "MAX_STREAMS", 4 * STREAMS_OF_ONE)
-    monkeypatch.setattr(arrivals, "SLOW_AFTER_S", 0.05)
+    monkeypatch.setattr(grpc_arrivals, "SLOW_AFTER_S", 0.05)
     return RouterSpec(http_port=0, grpc_port=0, client_timeout_s=client_timeout_s, max_body_bytes=BODY_BYTES)
 
 
@@ -127,7 +127,7 @@ async def test_a_slow_message_that_comes_is_answered_and_holds_nothing(cluster: 
 
 
 async def test_slow_messages_of_one_address_leave_most_of_the_budget_to_others(cluster: Cluster) -> None:
-    most = arrivals.MAX_SLOW // 2
+    most = grpc_arrivals.MAX_SLOW // 2
     calls = await silent(cluster, GENERATE, most + 1)
     ends = [asyncio.create_task(end_of(call)) for call in calls]
     [refused], _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from router.edge.grpc import InferenceEdge
 from router.edge.keyed_grpc import KeyedCalls
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_calls import CallLimit
 from router.service import RouterService
 from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server

@@ -11,7 +11,7 @@ import grpc
 import psutil
 import pytest
 
-from router.edge.controller_traces import SECRET_KEY
+from router.edge.controller_api import SECRET_KEY
 from router.testing.bodies import CHAT_HEAD, HEAD, items, multiplying_bodies
 from tandem.config.spec import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip

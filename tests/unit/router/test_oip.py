@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from router.edge.keyed_grpc import KeyedCalls
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField

@@ -14,7 +14,7 @@ from starlette.types import Message
 from router.edge.grpc import InferenceEdge
 from router.edge.http import HttpEdge
 from router.edge.keyed_grpc import KeyedCalls
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc_calls import CallLimit
 from router.testing.stub_worker import until
 from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.errors import DeadlineExceeded, InputError, OverloadedError

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli.commands.record import Recorded, note
 from planner.traces.read import read_trace
-from router.edge.controller_traces import SECRET_KEY
+from router.edge.controller_api import SECRET_KEY
 from router.observe.request_tap import MAX_LISTENERS
 from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc

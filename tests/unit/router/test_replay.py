@@ -12,7 +12,7 @@ import pytest
 
 from cluster.cli.commands.replay import run_replay
 from router.observe.trace import Traces
-from router.policies.estimates import Estimates
+from router.policies.pace_estimates import Estimates
 from router.policies.placement import named_policy
 from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey

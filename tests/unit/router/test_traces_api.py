@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.edge.controller_traces import SECRET_KEY
+from router.edge.controller_api import SECRET_KEY
 from router.testing.stub_worker import BLOCK_BYTES, until
 from tandem.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
 from tests.unit.router.conftest import Cluster

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, grpc_access, http_access
 from router.auth.principal import AccessLevel
-from router.dashboard.edge import DashboardEdge
-from router.dashboard.source import SnapshotSource
-from router.edge.controller_traces import SECRET_KEY
+from router.dashboard.routes import DashboardEdge
+from router.dashboard.shared_snapshots import SnapshotSource
+from router.edge.controller_api import SECRET_KEY
 from router.edge.http import HttpEdge
 from router.edge.openai.openapi import openapi_document
 from router.service import RouterService

@@ -22,8 +22,8 @@ from router.auth.authenticator import Authenticator
 from router.auth.call_gate import CallGate
 from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
 from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
+from router.auth.key_refresh import KeyRefresh
 from router.auth.principal import AccessLevel
-from router.auth.sources import KeySources
 from tandem.clock import SystemClock
 from tandem.config.auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
 from tandem.errors import ConfigError, PermissionDenied, Unauthenticated, UnavailableError
@@ -248,9 +248,9 @@ async def test_keys_roll_over_and_an_unreachable_issuer_leaves_the_old_keys(issu
     issuer.status = 503
     with pytest.raises(UnavailableError):
         await authenticate(token())
-    assert calls._sources is not None
+    assert calls._keys is not None
     issuer.status, issuer.body = 200, jwks(KEYS[0])
-    await calls._sources.refresh()
+    await calls._keys.refresh()
     assert await authenticate(token()) == "acme"
     issuer.body = jwks(KEYS[0], KEYS[1])
     asked = issuer.asked
@@ -271,9 +271,9 @@ def test_a_jwks_file_is_read_at_the_start_and_a_broken_one_is_named(tmp_path: Pa
     path = tmp_path / "jwks.json"
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_file=str(path)))
     with pytest.raises(ConfigError, match="jwks_file"):
-        KeySources(auth, SystemClock())
+        KeyRefresh(auth, SystemClock())
     path.write_bytes(b"{}")
     with pytest.raises(ConfigError, match="jwks_file"):
-        KeySources(auth, SystemClock())
+        KeyRefresh(auth, SystemClock())
     path.write_bytes(jwks(*KEYS))
-    assert KeySources(auth, SystemClock()).authenticator.identify(f"Bearer {token()}").tenant == "acme"
+    assert KeyRefresh(auth, SystemClock()).authenticator.identify(f"Bearer {token()}").tenant == "acme"

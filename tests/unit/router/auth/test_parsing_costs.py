@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.admission import fair_threads
+from router.admission import parse_threads
 from router.requests.validation import ServingModel
 from router.testing.stub_worker import until
 from tandem.config.auth import LimitsSpec
@@ -36,7 +36,7 @@ def keys(keys: Keys) -> Keys:
 
 async def test_bodies_texts_and_prompts_wait_by_the_tenant_of_their_key(cluster: Cluster, keys: Keys) -> None:
     threads, gate = cluster.app.service.threads, threading.Event()
-    held = [asyncio.create_task(threads.run("", 1, gate.wait)) for _ in range(fair_threads.PARSER_THREADS)]
+    held = [asyncio.create_task(threads.run("", 1, gate.wait)) for _ in range(parse_threads.PARSER_THREADS)]
     await asyncio.sleep(0)
     acme, rival = keys.bearer("acme"), keys.bearer("rival")
     text: dict[str, Any] = {"model": MODEL, "prompt": LONG}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from router.auth.key_refresh import KeyRefresh, WatchedFile
 from router.auth.keys_file import change_keys
 from router.auth.principal import AccessLevel
-from router.auth.sources import KeySources, WatchedFile
 from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError, Unauthenticated, UnavailableError
 from tandem.testing.models import FakeClock
@@ -25,7 +25,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def test_a_lost_keys_file_is_accepted_for_a_time_and_then_refused_until_it_is_back(keys: Keys) -> None:
     clock = FakeClock()
-    sources = KeySources(AuthSpec(keys_file=str(keys.path), max_stale_s=60.0), clock, poll_s=0.001)
+    sources = KeyRefresh(AuthSpec(keys_file=str(keys.path), max_stale_s=60.0), clock, poll_s=0.001)
     key = keys.bearer("acme")["authorization"]
     sources.start()
     content = keys.path.read_text()
@@ -70,7 +70,7 @@ def test_a_read_that_failed_once_is_tried_again_though_the_file_did_not_change(
     assert [each.message for each in caplog.records].count("EIO; the content loaded before stays in use") == 1
 
 
-def _is_accepted(sources: KeySources, key: str) -> bool:
+def _is_accepted(sources: KeyRefresh, key: str) -> bool:
     try:
         return sources.identify(key, AccessLevel.CALLER).tenant == "acme"
     except UnavailableError:

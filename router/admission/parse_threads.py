@@ -1,0 +1,74 @@
+"""The threads that parse and tokenize, fair by tenant: one that sends many long bodies does not keep others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from router.admission.fair_queue import WeightedFairQueue
+
+Result = TypeVar("Result")
+PARSER_THREADS = 2  # few, as each keeps memory of the largest body that it parsed
+_CLASS = "parsing"
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """`tokens`: its cost, in bytes or characters."""
+
+    tenant: str
+    tokens: int
+    ready: asyncio.Future[None]
+    priority: str = _CLASS
+
+
+class ParseThreads:
+    """Runs work in the threads of an executor. Tenants that wait share the threads equally, by the cost of their work.
+
+    Args:
+        threads: so many pieces of work run at a time, and no more wait within the executor.
+    """
+
+    def __init__(self, executor: Executor, threads: int) -> None:
+        self._executor = executor
+        self._free = threads
+        self._waiting: WeightedFairQueue[_Turn] = WeightedFairQueue({_CLASS: 1.0})
+
+    async def run(self, tenant: str, cost: int, work: Callable[[], Result]) -> Result:
+        """The result of `work`, whose exceptions it raises."""
+        loop = asyncio.get_running_loop()
+        turn = _Turn(tenant, max(1, cost), loop.create_future())
+        self._waiting.add(turn)
+        self._next()
+        try:
+            await turn.ready
+        except asyncio.CancelledError:
+            self._give_up(turn)
+            raise
+        running = loop.run_in_executor(self._executor, work)
+        running.add_done_callback(self._ended)  # also if the caller no longer waits: the thread is busy until then
+        return await asyncio.shield(running)
+
+    def _next(self) -> None:
+        while self._free and (turn := self._waiting.head()) is not None:
+            self._waiting.take(turn)
+            self._free -= 1
+            turn.ready.set_result(None)
+
+    def _give_up(self, turn: _Turn) -> None:
+        if turn.ready.cancelled():
+            self._waiting.remove(turn)
+        else:  # it was its turn
+            self._release()
+
+    def _ended(self, running: asyncio.Future[Result]) -> None:
+        if not running.cancelled():
+            running.exception()  # the caller may be gone
+        self._release()
+
+    def _release(self) -> None:
+        self._free += 1
+        self._next()

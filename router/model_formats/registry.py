@@ -1,0 +1,120 @@
+"""The formats by name, and which one a model's chat template asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from router.model_formats.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from router.model_formats.formats.gemma import FUNCTION_GEMMA, GEMMA4
+from router.model_formats.formats.glm import GLM
+from router.model_formats.formats.granite import GRANITE
+from router.model_formats.formats.harmony import HARMONY
+from router.model_formats.formats.hermes import HERMES
+from router.model_formats.formats.kimi import KIMI_K2
+from router.model_formats.formats.llama import LLAMA3_JSON, LLAMA4_JSON, LLAMA4_PYTHONIC, PYTHONIC
+from router.model_formats.formats.minimax import MINIMAX_M2
+from router.model_formats.formats.mistral import MISTRAL, MISTRAL_ARGS
+from router.model_formats.formats.phi4 import PHI4
+from router.model_formats.formats.qwen3_coder import QWEN3_CODER
+from router.model_formats.reasoning import REASONINGS, Reasoning
+from router.model_formats.shapes.tool_format import ToolFormat
+from tandem.errors import ConfigError
+
+T = TypeVar("T")
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    each.name: each
+    for each in (
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+        FUNCTION_GEMMA,
+        GEMMA4,
+        GLM,
+        GRANITE,
+        HARMONY,
+        HERMES,
+        KIMI_K2,
+        LLAMA3_JSON,
+        LLAMA4_JSON,
+        LLAMA4_PYTHONIC,
+        MINIMAX_M2,
+        MISTRAL,
+        MISTRAL_ARGS,
+        PHI4,
+        PYTHONIC,
+        QWEN3_CODER,
+    )
+}
+_PYTHONIC_PROMPT = "func_name1("  # Meta's words for the format, which templates of Llama and Gemma repeat
+# The first row of which the template contains all texts.
+_TEMPLATES: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
+    (("<|channel|>", "<|message|>"), HARMONY),
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
+    (("<|tool_calls_section_begin|>",), KIMI_K2),
+    (("<minimax:tool_call>",), MINIMAX_M2),
+    (("<arg_key>",), GLM),
+    (("<function=", "<parameter="), QWEN3_CODER),
+    (("<|tool_call>",), GEMMA4),
+    (("<start_function_call>",), FUNCTION_GEMMA),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("functools",), PHI4),
+    (("<|/tool_call|>",), PHI4),
+    (("<|/tool|>",), PHI4),
+    (("<|tool_call|>",), GRANITE),
+    (("<function_call>",), GRANITE),
+    (("<tool_call>",), HERMES),
+    (("<|header_start|>", _PYTHONIC_PROMPT), LLAMA4_PYTHONIC),
+    (("<|header_start|>", "ipython"), LLAMA4_JSON),
+    ((_PYTHONIC_PROMPT,), PYTHONIC),
+    (("<|start_header_id|>", "ipython"), LLAMA3_JSON),
+)
+_REASONING_TEMPLATES: Sequence[tuple[tuple[str, ...], str]] = (
+    (("[THINK]",), "mistral"),
+    (("<|channel>",), "gemma4"),
+    (("Here is my thought process:",), "granite"),
+    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
+    (("</think>",), "deepseek_r1"),
+    (("<think>",), "deepseek_r1"),
+)
+# Of models whose template may not come with the checkpoint.
+_ARCHITECTURES: Mapping[str, ToolFormat] = {"GptOssForCausalLM": HARMONY}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """None: the model's answers have no such part that is known."""
+
+    tools: ToolFormat | None = None
+    reasoning: Reasoning | None = None
+
+
+def choose(template_source: str | None, architectures: Sequence[str] = ()) -> Formats:
+    """By what the model's chat template contains; without one, by the architectures of its config."""
+    if template_source is None:
+        return Formats(next((_ARCHITECTURES[each] for each in architectures if each in _ARCHITECTURES), None))
+    tools = _first(_TEMPLATES, template_source)
+    reasoning = None if tools is HARMONY else _first(_REASONING_TEMPLATES, template_source)
+    return Formats(tools, REASONINGS[reasoning] if reasoning else None)
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Raises ConfigError."""
+    return _named(TOOL_FORMATS, name, "tool_parser")
+
+
+def reasoning_format(name: str) -> Reasoning:
+    """Harmony's reasoning comes with its calls. Raises ConfigError."""
+    return _named(REASONINGS, name, "reasoning_parser")
+
+
+def _first(rows: Sequence[tuple[tuple[str, ...], T]], source: str) -> T | None:
+    return next((found for texts, found in rows if all(text in source for text in texts)), None)
+
+
+def _named(formats: Mapping[str, T], name: str, field: str) -> T:
+    if name not in formats:
+        raise ConfigError(f"{field}: expected one of {', '.join(sorted(formats))}, got {name!r}", field=field)
+    return formats[name]
