@@ -16,10 +16,10 @@ from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms, TermsParser
 from router.requests.answers import Answers, SubmittedRequest
+from router.requests.chat import Chat
 from router.requests.dispatcher import Dispatcher
 from router.requests.validation import (
     CHARS_PER_TOKEN_OFTEN,
-    Message,
     RawRequest,
     ServingModel,
     ValidRequest,
@@ -208,7 +208,7 @@ class RouterService:
             terms.call.add_prompt(requests[0].model, _computed_tokens(requests, choices))
 
     async def tokenize(
-        self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
+        self, model: str, prompt: str | Chat, call: Call | None = None, *, special_tokens: bool = True
     ) -> tuple[ServingModel, tuple[int, ...]]:
         """Bills an estimate before it tokenizes, and then the difference.
 

@@ -9,7 +9,6 @@ from typing import Any
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from tandem import errors
-from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.frozen import Frozen
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
@@ -74,7 +73,7 @@ class ControllerLaunch(Frozen):
 
     def cluster(self) -> ResolvedCluster:
         models = tuple(
-            ResolvedModel(spec, Path(each.folder), ModelConfig.load(Path(each.folder)), each.fingerprint)
+            ResolvedModel.load(spec, Path(each.folder), each.fingerprint)
             for spec, each in zip(self.spec.models, self.models, strict=True)
         )
         return ResolvedCluster(self.spec, models, self.devices)

@@ -133,4 +133,6 @@ def _served(model: ResolvedModel) -> ServedModel:
         model_fingerprint=model.fingerprint,
         block_tokens=model.spec.engine_of(Role.DECODE).block_tokens,
         max_model_tokens=model.max_model_tokens,
+        tool_parser=model.spec.tool_parser,
+        reasoning_parser=model.spec.reasoning_parser,
     )

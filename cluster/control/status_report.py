@@ -14,6 +14,7 @@ from cluster.control.routers import Routers
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
+from cluster.spec.resolve import ResolvedModel
 from cluster.tasks import task_failures
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
@@ -70,6 +71,7 @@ class StatusReport:
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
             autoscaler=self._autoscaling.status(),
             task_failures=task_failures,
+            models=[_model(model) for model in self._workers.models],
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,
@@ -103,6 +105,11 @@ class StatusReport:
         if live is not None:
             status.live.CopyFrom(live)
         return status
+
+
+def _model(model: ResolvedModel) -> cluster_pb2.ModelStatus:
+    tools, reasoning = model.formats.names
+    return cluster_pb2.ModelStatus(name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning)
 
 
 async def _in_time(processes: Awaitable[list[RunningProcess]]) -> list[RunningProcess]:

@@ -20,6 +20,7 @@ from kvtransfer.session.reshard import check_compatible
 from kvtransfer.transports.choice import check_support
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from router.auth.key_refresh import KeyRefresh
+from router.model_formats.registry import Formats, formats_of
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
@@ -29,6 +30,7 @@ from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role, Transpo
 from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.telemetry.audit import check_audit_log
+from tandem.text.chat_template import ChatTemplate
 from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
@@ -45,6 +47,15 @@ class ResolvedModel:
     folder: Path
     config: ModelConfig
     fingerprint: str
+    formats: Formats
+
+    @classmethod
+    def load(cls, spec: ModelSpec, folder: Path, fingerprint: str) -> ResolvedModel:
+        """Raises CheckpointError for files that cannot be used, ConfigError for an unknown parser."""
+        config = ModelConfig.load(folder)
+        template = ChatTemplate.load(folder)
+        formats = formats_of(template, config.architecture, spec.tool_parser, spec.reasoning_parser)
+        return cls(spec, folder, config, fingerprint, formats)
 
     @property
     def max_model_tokens(self) -> int:
@@ -97,13 +108,13 @@ def _locate(source: str, progress: Progress, fetch: bool) -> Path:
 
 def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> ResolvedModel:
     folder = _locate(spec.source, progress, fetch)
-    config = ModelConfig.load(folder)
+    model = ResolvedModel.load(spec, folder, fingerprint(folder))
     for role in Role:
         if spec.pool(role).workers:
-            config.check_tp(spec.pool(role).tp, f"{role}.tp")
-        _check_context(spec, role, config.max_position_tokens)
-    check_handoff(spec, config)
-    return ResolvedModel(spec, folder, config, fingerprint(folder))
+            model.config.check_tp(spec.pool(role).tp, f"{role}.tp")
+        _check_context(spec, role, model.config.max_position_tokens)
+    check_handoff(spec, model.config)
+    return model
 
 
 def _check_context(spec: ModelSpec, role: Role, limit: int) -> None:

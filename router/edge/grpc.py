@@ -17,6 +17,7 @@ from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
 from router.edge.controller_api import TracesEdge
+from router.edge.grpc_chat import chat_of, parts_of
 from router.edge.keyed_grpc import KeyedCalls, Run, has_key
 from router.edge.limits.bodies import BodyBudget
 from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
@@ -24,12 +25,11 @@ from router.edge.limits.grpc_arrivals import Arrivals, MessageBudget
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
-from router.edge.openai.request_schema import MAX_MESSAGES
 from router.edge.tls import EdgeTls
 from router.idempotency.keyed_answers import KeyedAnswers
 from router.requests.answers import SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
-from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse
@@ -86,7 +86,7 @@ class InferenceEdge(InferenceServicer):
             terms = self._service.terms(header, remaining_s, call)
             raw = self._parse(request, terms.call)
             submitted = await self._service.submit(raw, terms, model_required=False)
-            stream = submitted.stream
+            stream, parts = submitted.stream, parts_of(submitted)
             try:
                 yield _started(submitted)
                 has_prompt_logprobs = False
@@ -96,17 +96,23 @@ class InferenceEdge(InferenceServicer):
                         for response in _prompt_logprobs(stream.prompt_scores):
                             yield response
                     for piece in pieces:
-                        yield _chunk(piece)
-                if stream.final is not None:
-                    yield pb.GenerateResponse(finished=_finished(stream.final))
+                        yield _chunk(piece) if parts is None else parts.chunk(piece, _chunk(piece))
+                if (final := stream.final) is not None:
+                    finished = _finished(final)
+                    if parts is not None:
+                        if (rest := parts.rest()) is not None:
+                            yield rest
+                        if parts.has_calls and final.reason is FinishReason.STOP:
+                            finished.reason = pb.FINISH_REASON_TOOL_CALLS
+                    yield pb.GenerateResponse(finished=finished)
             finally:
                 stream.cancel()  # also on the client's cancellation and deadline
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self._service.take_request(call_of(context))
-        prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
-        if not prompt:
+        if not request.prompt and not request.chat.messages:
             raise InputError("input: expected prompt or chat, got neither", field="input")
+        prompt = request.prompt or chat_of(request.chat)
         model, token_ids = await self._service.tokenize(request.model, prompt, call_of(context))
         return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
 
@@ -145,7 +151,7 @@ class InferenceEdge(InferenceServicer):
             raise
 
 
-def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Message, ...]:
+def _prompt(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "prompt":
             return request.prompt
@@ -154,14 +160,9 @@ def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Messag
         case "chat":
             if not request.chat.messages:
                 raise InputError("chat: expected at least one message, got none", field="chat")
-            return _messages(request.chat)
+            return chat_of(request.chat)
         case _:
             raise InputError("input: expected prompt, token_ids or chat, got none of them", field="input")
-
-
-def _messages(chat: pb.ChatMessages) -> tuple[Message, ...]:
-    check_length("chat", len(chat.messages), MAX_MESSAGES)
-    return tuple(Message(each.role, each.content) for each in chat.messages)
 
 
 def _constraint(given: pb.Constraint) -> Constraint | None:

@@ -79,6 +79,8 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 def _field_pieces(value: msgspec.Struct) -> Iterator[bytes]:
     fields = [(name, part) for name in value.__struct_fields__ if (part := getattr(value, name)) is not UNSET]
+    if (config := value.__struct_config__).tag_field is not None:
+        fields.insert(0, (config.tag_field, config.tag))
     for number, (name, part) in enumerate(fields):
         yield b'%b"%b":' % (b"," if number else b"{", name.encode())
         yield from json_pieces(part)

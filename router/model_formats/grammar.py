@@ -51,6 +51,7 @@ class Lark:
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
         self._special = dict(special or {})
+        self.used: set[int] = set()  # special tokens that the rules name
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
         self._lines = ["%llguidance {}", f"TEXT: /{_ANY}/", "SPACE: /\\n{0,2}/"]
 
@@ -65,7 +66,9 @@ class Lark:
         parts: list[str] = []
         start = 0
         for found in self._pattern.finditer(text):
-            parts += [_quoted(text[start : found.start()]), f"<[{self._special[found.group()]}]>"]
+            token = self._special[found.group()]
+            self.used.add(token)
+            parts += [_quoted(text[start : found.start()]), f"<[{token}]>"]
             start = found.end()
         return " ".join(filter(None, [*parts, _quoted(text[start:])])) or '""'
 
@@ -91,22 +94,22 @@ class Lark:
     def one_of(self, expressions: Iterable[str]) -> str:
         return self.rule(" | ".join(expressions))
 
-    def whole(self, section: Section, mode: Mode, parallel: bool, thought: str) -> str:
-        """`thought`: the text that ends the reasoning with which the answer begins; empty: it begins otherwise."""
+    def whole(self, section: Section, mode: Mode, parallel: bool, before: str, answer: str) -> str:
+        """`before`, `answer`: as `ToolFormat.grammar`'s."""
         rest = f"({section.more})* {section.close}" if parallel else section.close
-        answers = []
+        answers = [answer] if answer else []
+        is_free = mode is Mode.AUTO and not answer
         bare = re.escape(section.bare)
         text = f"[ \\t\\r\\n]*([^ \\t\\r\\n{bare}]{_ANY})?" if bare else _ANY  # it is no call without a marker
         for trigger, first in section.heads.items():
-            if mode is Mode.AUTO and trigger:
+            if is_free and trigger:
                 answers.append(f"{self.until(trigger, text)} {first} {rest}")
-            elif mode is Mode.AUTO or section.bare or trigger == next(iter(section.heads)):
+            elif is_free or section.bare or trigger == next(iter(section.heads)):
                 answers.append(f"{self.text(trigger) if trigger else 'SPACE'} {first} {rest}")
-        if mode is Mode.AUTO:
+        if is_free:
             answers.append(self._plain(section, text) if bare else "TEXT")
-        before = f"{self.until(thought)} " if thought else ""
-        space = "" if mode is Mode.AUTO else "SPACE "
-        return self.start(f"{before}{space}{self.one_of(answers)}")
+        space = "SPACE" if mode is Mode.REQUIRED else ""
+        return self.start(" ".join(filter(None, (before, space, self.one_of(answers)))))
 
     def start(self, body: str) -> str:
         """The whole grammar."""

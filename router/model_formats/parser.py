@@ -11,6 +11,8 @@ from router.model_formats.reader import Reader, Steps
 from router.model_formats.registry import Formats
 from tandem.errors import InputError
 
+_SAMPLE: Tools = {"tool": {"type": "object", "properties": {"text": {"type": "string"}}}}
+
 
 class AnswerParser:
     """Time is linear in the text. It holds back what may be the beginning of a marker, a call until it is committed to
@@ -50,24 +52,43 @@ def grammar(
     is_parallel: bool = True,
     is_reasoning_opened: bool = False,
     special: Mapping[str, int] | None = None,
+    answer: str = "",
 ) -> str:
-    """A Lark grammar for llguidance of answers whose calls are valid.
+    """A Lark grammar for llguidance of answers whose calls are valid. Reasoning before them is free.
 
     Args:
-        tools: as the parser's; for one that is not strict, the schema `{"type": "object"}`.
-        is_reasoning_opened: the answer begins with the rest of its reasoning, which is free.
+        tools: as the parser's; for one that is not strict, the schema `{"type": "object"}`. Empty: no calls, with an
+            `answer` only.
+        is_reasoning_opened: the answer begins with the rest of its reasoning.
         special: number of each special token of the vocabulary, by its text.
+        answer: a Lark expression for the text instead of calls. Mode.REQUIRED allows none.
 
     Raises:
         InputError: the model has no known format, or the format cannot write what a schema asks for.
     """
-    if formats.tools is None:
-        raise InputError("tools: this model's chat template has no known format of calls", field="tools")
-    if not tools:
+    if not tools and not answer:
         raise InputError("tools: expected at least one", field="tools")
     lark = Lark(special)
-    thought = formats.reasoning.end if formats.reasoning and is_reasoning_opened else ""
-    return formats.tools.grammar(lark, tools, mode, is_parallel, thought)
+    before = formats.reasoning.grammar(lark, is_reasoning_opened) if formats.reasoning else ""
+    if formats.tools is not None and (tools or formats.tools is HARMONY):
+        return formats.tools.grammar(lark, tools, mode, is_parallel, before, "" if mode is Mode.REQUIRED else answer)
+    if tools:
+        raise InputError("tools: this model's chat template has no known format of calls", field="tools")
+    return lark.start(f"{before} {answer}".strip())
+
+
+def kept_tokens(formats: Formats, special: Mapping[str, int]) -> frozenset[int]:
+    """Special tokens that the formats write: the answer is not read without their texts."""
+    lark = Lark(special)
+    texts: list[str] = []
+    if formats.tools is not None:
+        formats.tools.grammar(lark, _SAMPLE, Mode.AUTO, is_parallel=True)
+        texts += formats.tools.triggers
+    if formats.reasoning is not None:
+        texts += [formats.reasoning.begin, formats.reasoning.end]
+    for text in texts:
+        lark.text(text)
+    return frozenset(lark.used)
 
 
 def _answer(reader: Reader, formats: Formats, tools: Tools, is_reasoning_opened: bool) -> Steps[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from router.model_formats.grammar import Lark
 from router.model_formats.reader import Markers, Reader, Steps
 
 
@@ -30,6 +31,11 @@ class Reasoning:
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends within reasoning: templates open it for the model."""
         return prompt.rstrip().endswith(self.begin.rstrip())
+
+    def grammar(self, lark: Lark, is_opened: bool) -> str:
+        """An expression for the rest of it, or for it or nothing."""
+        rest = f"{lark.until(self.end)} SPACE"
+        return rest if is_opened else f"({lark.text(self.begin)} {rest})?"
 
     def read(self, reader: Reader, is_opened: bool) -> Steps[None]:
         """Reads reasoning if the answer begins with it; without an end, all of the answer is. The marks, line breaks

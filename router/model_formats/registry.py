@@ -21,6 +21,7 @@ from router.model_formats.formats.qwen3_coder import QWEN3_CODER
 from router.model_formats.reasoning import REASONINGS, Reasoning
 from router.model_formats.shapes.tool_format import ToolFormat
 from tandem.errors import ConfigError
+from tandem.text.chat_template import ChatTemplate
 
 T = TypeVar("T")
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -83,12 +84,41 @@ _REASONING_TEMPLATES: Sequence[tuple[tuple[str, ...], str]] = (
 _ARCHITECTURES: Mapping[str, ToolFormat] = {"GptOssForCausalLM": HARMONY}
 
 
+AUTO = "auto"
+NONE = "none"
+
+
 @dataclass(frozen=True)
 class Formats:
-    """None: the model's answers have no such part that is known."""
+    """None: the model's answers have no such part that is known. `is_described`: the template knows no tools, so they
+    are described to the model in a system message, in the format that it is asked to answer in."""
 
     tools: ToolFormat | None = None
     reasoning: Reasoning | None = None
+    is_described: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the tools' format and the reasoning's, for status."""
+        tools = NONE if self.tools is None else self.tools.name
+        reasoning = tools if self.tools is HARMONY else NONE if self.reasoning is None else self.reasoning.name
+        return f"{tools} (described)" if self.is_described else tools, reasoning
+
+
+def formats_of(
+    template: ChatTemplate | None, architecture: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> Formats:
+    """The formats of a model with these settings. Raises ConfigError for an unknown name."""
+    chosen = choose(None if template is None else template.source, (architecture,))
+    tools, reasoning = chosen.tools, chosen.reasoning
+    if tool_parser != AUTO:
+        tools = None if tool_parser == NONE else tool_format(tool_parser)
+    if reasoning_parser != AUTO:
+        reasoning = None if reasoning_parser == NONE else reasoning_format(reasoning_parser)
+    knows_none = template is not None and "tools" not in template.variables
+    if knows_none and tools is None and tool_parser == AUTO:
+        tools = HERMES
+    return Formats(tools, reasoning, is_described=knows_none and tools is HERMES)
 
 
 def choose(template_source: str | None, architectures: Sequence[str] = ()) -> Formats:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import StringIO
 
 import msgspec
@@ -20,6 +22,16 @@ class SubmittedRequest:
     request: ValidRequest
     model: ServingModel
     stream: ResponseStream
+
+
+def call_ids(answer: str) -> Callable[[int], str]:
+    """Gives the id of each tool call of an answer: nine letters and digits, which all templates take."""
+
+    def id_of(call: int) -> str:
+        digest = blake2b(f"{answer}/{call}".encode(), digest_size=6).digest()
+        return base64.b32encode(digest).decode()[:9].lower()
+
+    return id_of
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -112,6 +124,10 @@ class Answers:
             for arrival in await self.next():
                 wholes[arrival.index].add(arrival)
         return wholes
+
+    def call_ids(self, index: int) -> Callable[[int], str]:
+        """Gives the id of each tool call of answer `index`."""
+        return call_ids(f"{self.request_id}/{index}")
 
     def cancel(self) -> None:
         """Cancels all answers. Idempotent."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
+from tandem.text.tokenizer import Tokenizer
+
 PROMPT_TAIL_TOKENS = 5  # context for decoders that treat a text's first token differently (leading spaces)
 MAX_PENDING_TOKENS = 8  # a character has at most 4 byte tokens; a longer run that ends in U+FFFD is not UTF-8
 MAX_AUTOMATA_BYTES = 8 << 20
@@ -22,6 +24,23 @@ class TokenDecoder(Protocol):
     def fixed_text(self, token_id: int) -> str | None:
         """Returns the token's text; None if it depends on neighbouring tokens."""
         ...
+
+
+class KeptTokens:
+    """Decodes the text of some special tokens too."""
+
+    def __init__(self, tokenizer: Tokenizer, kept: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._kept = kept
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            ids = [each for each in ids if each in self._kept or not self._tokenizer.is_special(each)]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def fixed_text(self, token_id: int) -> str | None:
+        fixed = self._tokenizer.fixed_text(token_id)
+        return self._tokenizer.token(token_id) if fixed == "" and token_id in self._kept else fixed
 
 
 class Detokenizer:

@@ -74,7 +74,8 @@ class Dispatcher:
         Raises OverloadedError, UnavailableError, DeadlineExceeded.
         """
         terms = terms or self._default_terms
-        assembler = OutputAssembler(model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids)
+        decoder = model.tokenizer if request.reading is None else request.reading.decoder
+        assembler = OutputAssembler(decoder, request.prompt, request.stop, request.sampling.stop_token_ids)
         run = RequestRun(request, assembler, terms, self._clock.now_s(), self._max_migrations)
         stream = ResponseStream(request.request_id, lambda: self.core.on(run, ev.Cancelled()))
         self._on_links[run] = RunOnLinks(

@@ -13,7 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from router.admission.parse_threads import ParseThreads
+from router.model_formats.registry import formats_of
 from router.request_ids import new_request_id
+from router.requests.chat import Chat
+from router.requests.chat_model import AnswerReading, ChatModel, RenderedChat
 from router.requests.detokenizer import stop_automaton
 from router.requests.grammar_check import GrammarChecker
 from tandem.checkpoint.model_config import ModelConfig
@@ -39,10 +42,7 @@ CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: str
-    content: str
+Prompt = str | tuple[int, ...] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,8 @@ class RawSampling:
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """`prompt`: text, token ids or chat messages."""
-
     model: str
-    prompt: str | tuple[int, ...] | tuple[Message, ...]
+    prompt: Prompt
     sampling: RawSampling
     session: str = ""  # the client's name for requests that share a prefix
     cache_salt: str = ""  # only requests with the same salt share cached blocks
@@ -91,6 +89,7 @@ class ValidRequest:
     cache_salt: bytes = b""
     session: bytes | None = None  # digest
     echo: str | None = None  # text that goes before the answer
+    reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,6 +121,8 @@ class ServingModel:
         self.vocab_tokens = config.vocab_size
         self._served = served
         self._template = template
+        formats = formats_of(template, config.architecture, served.tool_parser, served.reasoning_parser)
+        self._chats = None if template is None else ChatModel(served.name, template, tokenizer, formats)
         self._eos = frozenset(config.eos_token_ids)
         self._bos = config.bos_token_id
         limits = (config.max_position_tokens, served.max_model_tokens)
@@ -148,17 +149,19 @@ class ServingModel:
     ) -> ValidRequest:
         """`max_model_tokens`: the workers' limit, if lower. `cache_salt`: derived from the client's and the tenant's,
         at most 64 bytes. Raises InputError with the field."""
-        if raw.sampling.constraint is not None:
-            await self._grammars.check(raw.sampling.constraint, threads, tenant)
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
         stop_chars = sum(map(len, raw.sampling.stop))
         if _is_short(raw.prompt) and stop_chars <= INLINE_STOP_CHARS:
-            return work()
-        return await threads.run(tenant, prompt_chars(raw.prompt) + stop_chars, work)
+            request, constraint = work()
+        else:
+            request, constraint = await threads.run(tenant, prompt_chars(raw.prompt) + stop_chars, work)
+        if constraint is not None:
+            await self._grammars.check(constraint, threads, tenant)
+        return request
 
     async def tokenize(
-        self, prompt: str | tuple[Message, ...], threads: ParseThreads, tenant: str, *, special_tokens: bool
+        self, prompt: str | Chat, threads: ParseThreads, tenant: str, *, special_tokens: bool
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt. Raises InputError, ContextExceeded."""
         work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
@@ -184,20 +187,17 @@ class ServingModel:
             "max_model_len": self.max_model_tokens,
         }
 
-    def tokens(
-        self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int, *, special_tokens: bool = True
-    ) -> tuple[int, ...]:
+    def tokens(self, prompt: Prompt, limit: int, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Returns the token ids of a prompt, at most `limit`. `special_tokens`: adds those that the checkpoint puts
         around a text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
             self._check_chars("prompt", prompt, limit)
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
-        if _is_chat(prompt):
-            return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
+        if isinstance(prompt, Chat):
+            return self._chat_tokens(self._rendered(prompt, None).text, limit)
         self.check_tokens("prompt", len(prompt), limit)
-        ids = tuple(each for each in prompt if isinstance(each, int))
-        self._check_ids("prompt", ids)
-        return ids
+        self._check_ids("prompt", prompt)
+        return prompt
 
     def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
         """Checks the length before any token is checked. Raises ContextExceeded."""
@@ -205,14 +205,16 @@ class ServingModel:
         if count > limit:
             raise _too_long(field, count, limit)
 
-    def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
-        if self._template is None:
+    def _rendered(self, chat: Chat, asked: Constraint | None) -> RenderedChat:
+        if self._chats is None:
             raise InputError(
                 f"messages: model {self.name!r} has no chat template; send plain text instead: the completions API, "
                 "`prompt` over gRPC, `tandem chat --raw`",
                 field="messages",
             )
-        text = self._template.render([{"role": each.role, "content": each.content} for each in messages])
+        return self._chats.rendered(chat, asked)
+
+    def _chat_tokens(self, text: str, limit: int) -> tuple[int, ...]:
         self._check_chars("messages", text, limit)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -228,10 +230,18 @@ class ServingModel:
             if len(begin) > limit + limit // 4:  # a few tokens may differ at the cut
                 raise _too_long(field, f"more than {limit}", limit)
 
-    def _parse(self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes) -> ValidRequest:
-        field = "messages" if not isinstance(raw.prompt, str) and _is_chat(raw.prompt) else "prompt"
+    def _parse(
+        self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes
+    ) -> tuple[ValidRequest, Constraint | None]:
+        """And the constraint to check."""
         limit = min(limit, self.max_model_tokens)
-        prompt = self.tokens(raw.prompt, limit)
+        constraint, reading = raw.sampling.constraint, None
+        if isinstance(raw.prompt, Chat):
+            field, chat = "messages", self._rendered(raw.prompt, constraint)
+            constraint, reading = chat.constraint, chat.reading
+            prompt = self._chat_tokens(chat.text, limit)
+        else:
+            field, prompt = "prompt", self.tokens(raw.prompt, limit)
         if not prompt:
             raise InputError(f"{field}: expected at least one token, got none", field=field)
         room = limit - len(prompt)
@@ -246,24 +256,28 @@ class ServingModel:
             )
         served = self._served
         hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint, cache_salt=cache_salt))
-        return ValidRequest(
+        request = ValidRequest(
             request_id=request_id,
             model=self.name,
             prompt=prompt,
-            sampling=self._sampling(raw.sampling, len(prompt), room),
+            sampling=self._sampling(raw.sampling, len(prompt), room, constraint),
             stop=_stop_strings(raw.sampling.stop),
             block_hashes=tuple(hashes),
             block_tokens=served.block_tokens,
             cache_salt=cache_salt,
             session=_session(raw.session, cache_salt) if raw.session else None,
             echo=self._text(raw.prompt, prompt) if raw.echo else None,
+            reading=reading,
         )
+        return request, constraint
 
-    def _text(self, raw: str | tuple[int, ...] | tuple[Message, ...], prompt: tuple[int, ...]) -> str:
+    def _text(self, raw: Prompt, prompt: tuple[int, ...]) -> str:
         """The prompt as the client sent it, if that was a text."""
         return raw if isinstance(raw, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _sampling(self, raw: RawSampling, prompt_tokens: int, room: int) -> SamplingParams:
+    def _sampling(
+        self, raw: RawSampling, prompt_tokens: int, room: int, constraint: Constraint | None
+    ) -> SamplingParams:
         check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_length("logit_bias", len(raw.logit_bias), MAX_LOGIT_BIAS)
         self._check_ids("stop_token_ids", raw.stop_token_ids)
@@ -290,7 +304,7 @@ class ServingModel:
             repetition_penalty=raw.repetition_penalty,
             logit_bias=dict(raw.logit_bias),
             prompt_logprobs=raw.prompt_logprobs,
-            grammar=None if raw.constraint is None else raw.constraint.grammar,
+            grammar=None if constraint is None else constraint.grammar,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
@@ -326,18 +340,16 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     return stop
 
 
-def _is_chat(prompt: tuple[int, ...] | tuple[Message, ...]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], Message)
+def _is_short(prompt: Prompt) -> bool:
+    return (
+        len(prompt) <= INLINE_PROMPT_TOKENS
+        if isinstance(prompt, tuple)
+        else (prompt_chars(prompt) <= INLINE_PROMPT_CHARS)
+    )
 
 
-def _is_short(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> bool:
-    if isinstance(prompt, str) or _is_chat(prompt):
-        return prompt_chars(prompt) <= INLINE_PROMPT_CHARS
-    return len(prompt) <= INLINE_PROMPT_TOKENS
-
-
-def prompt_chars(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> int:
+def prompt_chars(prompt: Prompt) -> int:
     """What it costs to parse: its characters, or those that its token ids often stand for."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(each.content) if isinstance(each, Message) else CHARS_PER_TOKEN_OFTEN for each in prompt)
+    return prompt.chars if isinstance(prompt, Chat) else CHARS_PER_TOKEN_OFTEN * len(prompt)

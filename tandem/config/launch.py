@@ -89,6 +89,8 @@ class ServedModel(Frozen):
     model_fingerprint: str
     block_tokens: int
     max_model_tokens: int | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class RouterLaunch(Frozen):

@@ -168,6 +168,14 @@ class ModelSpec(Frozen):
     prefill: PoolSpec = PoolSpec()
     decode: PoolSpec = PoolSpec()
     engine: EngineSpec = EngineSpec()
+    tool_parser: str = Field(
+        "auto",
+        description="Format of the model's tool calls (docs/tools.md has the names); auto: by its chat template; none: "
+        "tools are refused.",
+    )
+    reasoning_parser: str = Field(
+        "auto", description="Format of the model's reasoning; auto: by its chat template; none: it stays in the text."
+    )
 
     @model_validator(mode="after")
     def _needs_decode(self) -> ModelSpec:

@@ -33,23 +33,26 @@ _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`field`: what the client sent it in. `schema`: the parsed JSON Schema, if it is one."""
+    """`field`: what the client sent it in. `schema`: the parsed JSON Schema, if it is one. `parts`: those that it was
+    joined of."""
 
     field: str
     grammar: str
     schema: object = None
+    parts: tuple[Constraint, ...] = ()
 
     def located(self, reason: str) -> InputError:
         """The error for a grammar that cannot be used; for an unsupported keyword of a schema with its JSON pointer."""
         reason = reason.removeprefix("grammar: ")
         keywords = _unimplemented(reason)
-        for pointer, keyword in _keywords(self.schema, ""):
-            if keyword in keywords:
-                where = f"{pointer}/{_escaped(keyword)}"
-                return UnsupportedField(
-                    f"{self.field}: {where}: the keyword {keyword[:40]!r} is not supported; leave it out",
-                    field=self.field,
-                )
+        for part in self.parts or (self,):
+            for pointer, keyword in _keywords(part.schema, ""):
+                if keyword in keywords:
+                    where = f"{pointer}/{_escaped(keyword)}"
+                    return UnsupportedField(
+                        f"{part.field}: {where}: the keyword {keyword[:40]!r} is not supported; leave it out",
+                        field=part.field,
+                    )
         return InputError(f"{self.field}: expected a grammar that can be used: {reason}", field=self.field)
 
 
@@ -102,6 +105,16 @@ def grammar(text: str, field: str) -> Constraint:
 
 def lark(text: str, field: str) -> Constraint:
     return _limited(Constraint(field, json.dumps({"grammars": [{"lark_grammar": text}]})))
+
+
+def joined(start: str, parts: Sequence[Constraint], field: str, answer: Constraint | None = None) -> Constraint:
+    """`start`: Lark, in which `@answer` is the grammar of `answer`. `parts`: whose schemas `start` contains."""
+    grammars = [{"lark_grammar": start}]
+    if answer is not None:
+        (inner,) = json.loads(answer.grammar)["grammars"]
+        grammars.append({"name": "answer", **inner})
+        parts = [*parts, answer]
+    return _limited(Constraint(field, json.dumps({"grammars": grammars}), parts=tuple(parts)))
 
 
 def _limited(constraint: Constraint) -> Constraint:

@@ -6,11 +6,12 @@ immutable sandbox isolates the template; `jinja_limits.py` bounds its time, iter
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from tandem.checkpoint.json_fields import read_json_object
@@ -27,6 +28,11 @@ class _Refused(TemplateError):
 
 def _raise_exception(message: str) -> None:
     raise _Refused(str(message)[:500])
+
+
+def _strftime_now(form: str) -> str:
+    """As transformers': templates write today's date with it."""
+    return time.strftime(str(form)[:100])
 
 
 class ChatTemplate:
@@ -52,8 +58,10 @@ class ChatTemplate:
             )
         environment = LimitedEnvironment(self._limits)
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.compile_limited(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # that it reads
             self._template.globals = dict(self._template.globals)  # faster to search than Jinja's chain of maps
         except (TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"{where}: expected a Jinja template, got: {error}", field="model") from error
@@ -79,19 +87,27 @@ class ChatTemplate:
         tokens = {name: text for name in _TOKENS if (text := _token_text(config.get(name))) is not None}
         return cls(source, tokens=tokens, where=str(where))
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt's text, including the text of special tokens.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, including the text of special tokens. `settings`: further variables of the template.
 
         Raises InputError if the template refuses these messages or exceeds a limit, and ConfigError if it tries an
         operation that the sandbox forbids.
         """
         budget = Budget(self._limits, self._clock)
         variables: dict[str, Any] = {
+            **(settings or {}),
             **self._tokens,
             Budget.NAME: budget,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
         pieces: list[str] = []

@@ -479,6 +479,7 @@ class ClusterStatus(_message.Message):
     HTTP_SCHEME_FIELD_NUMBER: _builtins.int
     LOG_DIR_FIELD_NUMBER: _builtins.int
     TASK_FAILURES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     version: _builtins.str
     backend: _builtins.str
@@ -505,6 +506,8 @@ class ClusterStatus(_message.Message):
     def task_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """of this controller's tasks that failed by a bug and were started again"""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     def __init__(
         self,
         *,
@@ -522,14 +525,42 @@ class ClusterStatus(_message.Message):
         http_scheme: _builtins.str = ...,
         log_dir: _builtins.str = ...,
         task_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        models: _abc.Iterable[Global___ModelStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "task_failures", b"task_failures", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "models", b"models", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "task_failures", b"task_failures", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class ModelStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tool_parser: _builtins.str
+    """format of its tool calls: a name, none"""
+    reasoning_parser: _builtins.str
+    """likewise"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tool_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
 
 @_typing.final
 class Autoscaler(_message.Message):

@@ -102,6 +102,10 @@ def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> 
         "redis": status.redis,
         "router_ready": status.router_ready,
         "task_failures": dict(status.task_failures),
+        "models": [
+            {"name": model.name, "tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
+            for model in status.models
+        ],
         "routers": [
             {
                 "id": router.router_id,
@@ -193,6 +197,8 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
+    for model in status.models:
+        console.print(f"{model.name}: tool calls {model.tool_parser}, reasoning {model.reasoning_parser}", markup=False)
     _show_autoscaler(status.autoscaler, console)
     rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))

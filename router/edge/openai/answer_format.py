@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.edge.json_slices import ListMaker, at_once, json_pieces, on_demand, one_by_one
+from router.edge.openai.answer_parts import AnswerParts
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     AssistantMessage,
@@ -18,6 +19,7 @@ from router.edge.openai.answer_schema import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatFinishReason,
     ChatLogprobs,
     ChunkChoice,
     ChunkDelta,
@@ -29,6 +31,7 @@ from router.edge.openai.answer_schema import (
     ErrorDetail,
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
+from router.model_formats.events import Event, Text
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import TandemError
@@ -116,6 +119,10 @@ class ChatFormat:
             TextEventTemplate(lambda text, at=index: self._chunk(at, ChunkDelta(content=text)))  # type: ignore[misc]
             for index in range(len(answers.submitted))
         ]
+        self._parts = [
+            None if each.request.reading is None else AnswerParts(each.request.reading, answers.call_ids(index))
+            for index, each in enumerate(answers.submitted)
+        ]
 
     def begin(self) -> list[bytes]:
         first = ChunkDelta(role="assistant", content="")
@@ -123,6 +130,9 @@ class ChatFormat:
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
+            if (parts := self._parts[arrival.index]) is not None:
+                yield from self._read(arrival, parts)
+                continue
             for piece in arrival.pieces:
                 if not self._logprobs:
                     if piece.text:
@@ -132,7 +142,35 @@ class ChatFormat:
                 if piece.text or (logprobs is not None and logprobs.content):
                     yield self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs)
             if arrival.final is not None:
-                yield self._chunk(arrival.index, ChunkDelta(), None, arrival.final.reason)
+                yield self._chunk(arrival.index, ChunkDelta(), None, ChatFinishReason(arrival.final.reason))
+
+    def _read(self, arrival: Arrival, parts: AnswerParts) -> Iterator[bytes]:
+        """The chunks of an answer that may have reasoning or calls."""
+        pieces = arrival.pieces
+        if not self._logprobs:
+            yield from self._deltas(arrival.index, parts, parts.feed(text_of(pieces)), None)
+        else:
+            for piece in pieces:
+                logprobs = chat_logprobs(self._decoder, piece.tokens)
+                yield from self._deltas(arrival.index, parts, parts.feed(piece.text), logprobs)
+        if arrival.final is not None:
+            yield from self._deltas(arrival.index, parts, parts.finish(), None)
+            yield self._chunk(arrival.index, ChunkDelta(), None, parts.finish_reason(arrival.final.reason))
+
+    def _deltas(
+        self, index: int, parts: AnswerParts, events: Sequence[Event], logprobs: ChatLogprobs | None
+    ) -> Iterator[bytes]:
+        """`logprobs`: of the tokens that were fed, with the first chunk."""
+        if logprobs is not None and not logprobs.content:
+            logprobs = None
+        for event in events:
+            if logprobs is None and isinstance(event, Text):
+                yield self._texts[index].fill(event.text)
+            elif (delta := parts.delta(event)) is not None:
+                yield self._chunk(index, delta, logprobs)
+                logprobs = None
+        if logprobs is not None:
+            yield self._chunk(index, ChunkDelta(content=""), logprobs)
 
     def end(self) -> list[bytes]:
         usage = [self._event([], completion_usage(self._answers.usage()))] if self._include_usage else []
@@ -154,10 +192,19 @@ class ChatFormat:
 
     def _choice(self, index: int, whole: WholeAnswer) -> ChatChoice:
         logprobs = chat_logprobs(self._decoder, whole.tokens, on_demand) if self._logprobs else None
-        return ChatChoice(index, AssistantMessage(content=whole.text), logprobs, whole.reason)
+        reason = whole.reason or FinishReason.STOP
+        if (parts := self._parts[index]) is None:
+            message = AssistantMessage(content=whole.text)
+            return ChatChoice(index, message, logprobs, ChatFinishReason(reason))
+        message = parts.message([*parts.feed(whole.text), *parts.finish()])
+        return ChatChoice(index, message, logprobs, parts.finish_reason(reason))
 
     def _chunk(
-        self, index: int, delta: ChunkDelta, logprobs: ChatLogprobs | None = None, reason: FinishReason | None = None
+        self,
+        index: int,
+        delta: ChunkDelta,
+        logprobs: ChatLogprobs | None = None,
+        reason: ChatFinishReason | None = None,
     ) -> bytes:
         return self._event([ChunkChoice(index, delta, logprobs, reason)], None if self._include_usage else UNSET)
 

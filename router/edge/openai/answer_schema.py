@@ -5,6 +5,7 @@ A field whose type includes `UnsetType` is left out of the JSON while it is UNSE
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -12,6 +13,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from tandem.request import FinishReason
 
 Count = Annotated[int, Meta(ge=0)]
+
+
+class ChatFinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -66,17 +75,32 @@ class CompletionLogprobs(AnswerStruct):
     text_offset: list[Count]
 
 
+class CalledFunction(AnswerStruct):
+    name: str
+    arguments: str
+
+
+class ToolCall(AnswerStruct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(AnswerStruct, kw_only=True):
+    """`content` is null if the answer is calls alone."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(AnswerStruct):
     index: Count
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletion(AnswerStruct, kw_only=True):
@@ -88,16 +112,32 @@ class ChatCompletion(AnswerStruct, kw_only=True):
     usage: CompletionUsage
 
 
+class FunctionDelta(AnswerStruct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(AnswerStruct, kw_only=True):
+    """The first one of a call has its id, type and name; the others have further text of its arguments."""
+
+    index: Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChunkDelta(AnswerStruct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(AnswerStruct):
     index: Count
     delta: ChunkDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(AnswerStruct, kw_only=True):
@@ -130,19 +170,39 @@ class Completion(AnswerStruct, kw_only=True):
 # ---- Responses
 
 
-class OutputText(AnswerStruct, kw_only=True):
-    type: Literal["output_text"] = "output_text"
+class OutputText(AnswerStruct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatTokenLogprob]
 
 
-class OutputMessage(AnswerStruct, kw_only=True):
+class OutputMessage(AnswerStruct, kw_only=True, tag_field="type", tag="message"):
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: ResponseStatus
     content: list[OutputText]
+
+
+class ReasoningText(AnswerStruct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(AnswerStruct, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ResponseStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(AnswerStruct, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    status: ResponseStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(AnswerStruct):
@@ -172,16 +232,8 @@ class ResponseError(AnswerStruct):
 
 
 class ReasoningSettings(Struct, frozen=True, gc=False):
-    effort: None = None
+    effort: str | None = None
     summary: None = None
-
-
-class TextFormat(Struct, frozen=True, gc=False):
-    type: Literal["text"] = "text"
-
-
-class TextSettings(Struct, frozen=True, gc=False):
-    format: TextFormat = TextFormat()
 
 
 class ResponseObject(AnswerStruct, kw_only=True):
@@ -192,7 +244,7 @@ class ResponseObject(AnswerStruct, kw_only=True):
     status: ResponseStatus
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
-    output: list[OutputMessage]
+    output: list[OutputItem]
     usage: ResponseUsage | None = None
     instructions: str | None
     max_output_tokens: Count | None
@@ -202,68 +254,99 @@ class ResponseObject(AnswerStruct, kw_only=True):
     reasoning: ReasoningSettings = ReasoningSettings()
     store: bool = False
     temperature: float
-    text: TextSettings = TextSettings()
-    tool_choice: Literal["auto"] = "auto"
+    text: dict[str, Any]
+    tool_choice: Any = "auto"
     tools: list[Any] = []
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     user: str | None
 
 
-class ResponseStateEvent(AnswerStruct):
+class EventStruct(AnswerStruct, kw_only=True):
+    """`sequence_number` is set when the event is sent."""
+
+    sequence_number: Count = 0
+
+
+class ItemEvent(EventStruct, kw_only=True):
+    output_index: Count = 0
+
+
+class PartEvent(ItemEvent, kw_only=True):
+    item_id: str
+    content_index: Count = 0
+
+
+class ResponseStateEvent(EventStruct, kw_only=True):
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
-    sequence_number: Count
     response: ResponseObject
 
 
-class OutputItemEvent(AnswerStruct, kw_only=True):
+class OutputItemEvent(ItemEvent, kw_only=True):
     type: Literal["response.output_item.added", "response.output_item.done"]
-    sequence_number: Count
-    output_index: Count = 0
-    item: OutputMessage
+    item: OutputItem
 
 
-class ContentPartEvent(AnswerStruct, kw_only=True):
+class ContentPartEvent(PartEvent, kw_only=True):
     type: Literal["response.content_part.added", "response.content_part.done"]
-    sequence_number: Count
-    item_id: str
-    output_index: Count = 0
-    content_index: Count = 0
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
-class TextDeltaEvent(AnswerStruct, kw_only=True):
+class TextDeltaEvent(PartEvent, kw_only=True):
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    sequence_number: Count
-    item_id: str
-    output_index: Count = 0
-    content_index: Count = 0
     delta: str
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDoneEvent(AnswerStruct, kw_only=True):
+class TextDoneEvent(PartEvent, kw_only=True):
     type: Literal["response.output_text.done"] = "response.output_text.done"
-    sequence_number: Count
-    item_id: str
-    output_index: Count = 0
-    content_index: Count = 0
     text: str
     logprobs: list[ChatTokenLogprob]
 
 
-class ResponseErrorEvent(AnswerStruct, kw_only=True):
+class ReasoningTextDeltaEvent(PartEvent, kw_only=True):
+    type: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
+    delta: str
+
+
+class ReasoningTextDoneEvent(PartEvent, kw_only=True):
+    type: Literal["response.reasoning_text.done"] = "response.reasoning_text.done"
+    text: str
+
+
+class ArgumentsDeltaEvent(ItemEvent, kw_only=True):
+    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
+    item_id: str
+    delta: str
+
+
+class ArgumentsDoneEvent(ItemEvent, kw_only=True):
+    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
+    item_id: str
+    name: str
+    arguments: str
+
+
+class ResponseErrorEvent(EventStruct, kw_only=True):
     type: Literal["error"] = "error"
-    sequence_number: Count
     code: str
     message: str
     param: str | None
 
 
 ResponseEvent = (
-    ResponseStateEvent | OutputItemEvent | ContentPartEvent | TextDeltaEvent | TextDoneEvent | ResponseErrorEvent
+    ResponseStateEvent
+    | OutputItemEvent
+    | ContentPartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningTextDeltaEvent
+    | ReasoningTextDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ResponseErrorEvent
 )
 
 

@@ -4,8 +4,8 @@ ignores no field that could change the answer."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator
 from pydantic import ValidatorFunctionWrapHandler as Handler
@@ -14,17 +14,22 @@ from pydantic_core import from_json
 from router.edge.limits.json import check_body
 from router.edge.openai.constraint_fields import ConstraintFields, ResponseFormat
 from router.edge.openai.strict_model import Items, StrictModel, at_most
-from router.requests.validation import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from router.edge.openai.tool_fields import ToolCall, ToolChoice, Tools, tool_use
+from router.requests.chat import MAX_CALLS, MAX_MESSAGES, Chat, Message, tool_result
+from router.requests.validation import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 # Per known but unsupported field: whether a value changes nothing.
 Neutral = dict[str, Callable[[object], bool]]
 MAX_CHOICES = 128  # answers to one request: prompts times `n`
-MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 80  # of a client's field name in an error
 MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
 
+MAX_SETTINGS = 32
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TemplateSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS)]
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
 
@@ -46,21 +51,48 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     audio: object = None
     annotations: object = None
-    tool_calls: object = None
-    tool_call_id: object = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = None
+    tool_call_id: str | None = Field(None, description="Of a message of role `tool`: the call that it answers.")
     function_call: object = None
+    reasoning_content: str | None = Field(None, description="Of an earlier answer.")
+    reasoning: str | None = Field(None, description="The same as `reasoning_content`, as other servers name it.")
 
-    def parse(self, index: int) -> Message:
-        """Raises InputError, UnsupportedField."""
-        for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
+    def parse(self, index: int, calls: set[str]) -> Message:
+        """`calls`: ids of the calls before it, to which its own are added. Raises InputError, UnsupportedField."""
+        where = f"messages.{index}"
+        for field in ("function_call", "audio"):
             if getattr(self, field):
-                raise unsupported(f"messages.{index}.{field}")
-        if self.role in ("tool", "function"):
-            raise unsupported(f"messages.{index}.role", f"value {self.role!r}")
-        if self.content is None:
-            raise InputError(f"messages.{index}.content: expected text, got nothing", field=f"messages.{index}.content")
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+                raise unsupported(f"{where}.{field}")
+        if self.role == "function":
+            raise unsupported(f"{where}.role", f"value {self.role!r}", "send messages of role 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return Message("system" if self.role == "developer" else self.role, text, self._more(where, calls))
+
+    def _more(self, where: str, calls: set[str]) -> dict[str, Any]:
+        """What the chat template reads beside role and content."""
+        more: dict[str, Any] = {} if self.name is None else {"name": self.name}
+        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, field) and self.role != role:
+                raise InputError(f"{where}.{field}: expected only with role {role!r}", field=f"{where}.{field}")
+        if self.tool_calls:
+            more["tool_calls"] = [
+                call.for_template(f"{where}.tool_calls.{number}") for number, call in enumerate(self.tool_calls)
+            ]
+            calls.update(call.id for call in self.tool_calls)
+        if self.role == "tool":
+            more.update(tool_result(self.tool_call_id, calls, "", f"{where}.tool_call_id").more)
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            more["reasoning_content"] = reasoning
+        return more
+
+
+def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Raises InputError, UnsupportedField."""
+    calls: set[str] = set()
+    return tuple(message.parse(index, calls) for index, message in enumerate(messages))
 
 
 Messages = Annotated[
@@ -148,9 +180,12 @@ class ChatCompletionRequest(_GenerationRequest):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    tools: object = None
-    tool_choice: object = None
-    parallel_tool_calls: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
+    chat_template_kwargs: TemplateSettings | None = Field(
+        None, description="Settings of the model's chat template, such as `enable_thinking`."
+    )
     functions: object = None
     function_call: object = None
     audio: object = None
@@ -159,7 +194,9 @@ class ChatCompletionRequest(_GenerationRequest):
     prediction: object = None
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
-    reasoning_effort: object = None
+    reasoning_effort: Effort | None = Field(
+        None, description="As the model's chat template has it; `none`: no thinking."
+    )
     verbosity: object = None
     web_search_options: object = None
 
@@ -175,10 +212,15 @@ class ChatCompletionRequest(_GenerationRequest):
                 f"one of them, got {shown(self.max_completion_tokens or 0)}",
                 field="max_completion_tokens",
             )
-        messages = tuple(message.parse(index) for index, message in enumerate(self.messages))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self._sampling(next(iter(limits), None), logprobs)
-        return RawRequest(self.model, messages, sampling, self.user or "", self.cache_salt or "")
+        session = self.prompt_cache_key or self.user or ""
+        return RawRequest(self.model, self._chat(), sampling, session, self.cache_salt or "")
+
+    def _chat(self) -> Chat:
+        tools = [tool.function.tool(f"tools.{number}.function") for number, tool in enumerate(self.tools or ())]
+        use = tool_use(tools, self.tool_choice, self.parallel_tool_calls)
+        return Chat(parse_messages(self.messages), use, self.chat_template_kwargs or {}, self.reasoning_effort)
 
 
 def _prompt(given: object, check: Handler) -> object:
@@ -247,9 +289,6 @@ def never(value: object) -> bool:
 
 
 _NEUTRAL_CHAT: Neutral = {
-    "tools": is_empty,
-    "tool_choice": equals("none"),
-    "parallel_tool_calls": equals(True),
     "functions": is_empty,
     "function_call": equals("none"),
     "modalities": equals(["text"]),
@@ -258,7 +297,6 @@ _NEUTRAL_CHAT: Neutral = {
     "prediction": never,
     "prompt_cache_options": never,
     "prompt_cache_retention": never,
-    "reasoning_effort": never,
     "verbosity": never,
     "web_search_options": never,
 }
@@ -317,7 +355,7 @@ def _path(loc: tuple[int | str, ...]) -> list[str]:
     return [str(part) for part in loc if not _is_union_branch(part)]
 
 
-_BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent"})
+_BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent", "NamedTool", "AllowedToolsChoice"})
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -337,5 +375,5 @@ def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:
             raise unsupported(field)
 
 
-def unsupported(field: str, what: str = "this value") -> UnsupportedField:
-    return UnsupportedField(f"{field}: {what} is not supported yet; leave the field out", field=field)
+def unsupported(field: str, what: str = "this value", remedy: str = "leave the field out") -> UnsupportedField:
+    return UnsupportedField(f"{field}: {what} is not supported yet; {remedy}", field=field)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from router.edge.json_slices import ListMaker, at_once, json_pieces, on_demand
+from router.edge.json_slices import ListMaker, json_pieces, on_demand
 from router.edge.openai.answer_schema import (
     ChatTokenLogprob,
-    ContentPartEvent,
     IncompleteDetails,
     InputTokensDetails,
-    OutputItemEvent,
-    OutputMessage,
-    OutputText,
+    OutputItem,
+    ReasoningSettings,
     ResponseError,
     ResponseErrorEvent,
     ResponseEvent,
@@ -21,11 +20,11 @@ from router.edge.openai.answer_schema import (
     ResponseStateEvent,
     ResponseStatus,
     ResponseUsage,
-    TextDeltaEvent,
-    TextDoneEvent,
 )
 from router.edge.openai.logprobs import logprob_entries
+from router.edge.openai.responses_items import OutputItems
 from router.edge.openai.responses_schema import ResponsesRequest
+from router.model_formats.events import Event, Text
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, Usage
 from tandem.errors import TandemError
@@ -33,87 +32,79 @@ from tandem.request import FinishReason
 
 
 class ResponsesFormat:
-    """One answer, which is one message of one text part."""
+    """One answer: one message, or what its parts are if it may have reasoning or calls."""
 
     def __init__(self, answers: Answers, request: ResponsesRequest) -> None:
         self._answers = answers
         self._request = request
         self._logprobs = request.wants_logprobs
-        self._item_id = f"msg_{answers.request_id}"
         self._created_at = int(time.time())
         self._sent = 0
-        self._whole = WholeAnswer()
+        self._items = OutputItems(answers.request_id, answers.call_ids(0), self._logprobs_of)
+        reading = answers.submitted[0].request.reading
+        self._parser = None if reading is None else reading.parser()
+        self._reason: FinishReason | None = None
 
-    def begin(self) -> list[bytes]:
+    def begin(self) -> Iterator[bytes]:
         response = self._response("in_progress", [])
-        return [
-            self._encode(ResponseStateEvent("response.created", self._sent, response)),
-            self._encode(ResponseStateEvent("response.in_progress", self._sent, response)),
-            self._encode(
-                OutputItemEvent(
-                    type="response.output_item.added", sequence_number=self._sent, item=self._item("in_progress", [])
-                )
-            ),
-            self._encode(
-                ContentPartEvent(
-                    type="response.content_part.added",
-                    sequence_number=self._sent,
-                    item_id=self._item_id,
-                    part=OutputText(text="", logprobs=[]),
-                )
-            ),
-        ]
+        yield from self._encoded([ResponseStateEvent(type="response.created", response=response)])
+        yield from self._encoded([ResponseStateEvent(type="response.in_progress", response=response)])
+        if self._parser is None:
+            yield from self._encoded(self._items.open_message())
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
-            self._whole.add(arrival)
             for piece in arrival.pieces:
-                logprobs = self._logprobs_of(piece.tokens)
-                if piece.text or logprobs:
-                    yield self._encode(self._delta(piece.text, logprobs))
+                yield from self._encoded(self._items.take(self._read(piece.text), piece.tokens))
+            if arrival.final is not None:
+                self._reason = arrival.final.reason
+                yield from self._encoded(self._items.take(self._rest()))
 
     def end(self) -> Iterator[bytes]:
-        response = self._ended(self._whole)
-        [item] = response.output
-        [part] = item.content
-        is_complete = response.status == "completed"
-        done = TextDoneEvent(sequence_number=self._sent, item_id=self._item_id, text=part.text, logprobs=part.logprobs)
-        yield from self._pieces(done)
+        for event in self._items.end(self._status()):
+            yield from self._pieces(event)
+        is_complete = self._status() == "completed"
         yield from self._pieces(
-            ContentPartEvent(
-                type="response.content_part.done", sequence_number=self._sent, item_id=self._item_id, part=part
+            ResponseStateEvent(
+                type="response.completed" if is_complete else "response.incomplete", response=self._ended()
             )
         )
-        yield from self._pieces(
-            OutputItemEvent(type="response.output_item.done", sequence_number=self._sent, item=item)
-        )
-        yield from self._pieces(
-            ResponseStateEvent("response.completed" if is_complete else "response.incomplete", self._sent, response)
-        )
 
-    def failed(self, error: TandemError) -> list[bytes]:
+    def failed(self, error: TandemError) -> Iterator[bytes]:
         response = self._response("failed", [], error=ResponseError("server_error", error.message))
-        return [
-            self._encode(
-                ResponseErrorEvent(
-                    sequence_number=self._sent, code=error.code.value, message=error.message, param=error.field
-                )
-            ),
-            self._encode(ResponseStateEvent("response.failed", self._sent, response)),
-        ]
+        yield from self._encoded(
+            [
+                ResponseErrorEvent(code=error.code.value, message=error.message, param=error.field),
+                ResponseStateEvent(type="response.failed", response=response),
+            ]
+        )
 
     def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
-        return json_pieces(self._ended(wholes[0]))
+        (whole,) = wholes
+        self._reason = whole.reason
+        made = [*self._items.open_message()] if self._parser is None else []
+        made += self._items.take([*self._read(whole.text), *self._rest()], whole.tokens)
+        made += self._items.end(self._status())  # the events are a stream's
+        return json_pieces(self._ended())
 
-    def _ended(self, whole: WholeAnswer) -> ResponseObject:
-        status: ResponseStatus = "incomplete" if whole.reason is FinishReason.LENGTH else "completed"
-        part = OutputText(text=whole.text, logprobs=self._logprobs_of(whole.tokens, on_demand))
-        return self._response(status, [self._item(status, [part])], _usage(self._answers.usage()))
+    def _read(self, text: str) -> Sequence[Event]:
+        if self._parser is None:
+            return [Text(text)]
+        return self._parser.feed(text) if text else []
+
+    def _rest(self) -> Sequence[Event]:
+        return [] if self._parser is None else self._parser.finish()
+
+    def _status(self) -> ResponseStatus:
+        return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
+
+    def _ended(self) -> ResponseObject:
+        return self._response(self._status(), self._items.structs(on_demand), _usage(self._answers.usage()))
 
     def _response(
         self,
         status: ResponseStatus,
-        output: list[OutputMessage],
+        output: list[OutputItem],
         usage: ResponseUsage | None = None,
         error: ResponseError | None = None,
     ) -> ResponseObject:
@@ -130,28 +121,34 @@ class ResponsesFormat:
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
             metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning=ReasoningSettings(request.effort),
             temperature=1.0 if request.temperature is None else request.temperature,
+            text=_sent(request.text) or {"format": {"type": "text"}},
+            tool_choice=_sent(request.tool_choice) or "auto",
+            tools=[_sent(tool) for tool in request.tools or ()],
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
         )
 
-    def _item(self, status: ResponseStatus, content: list[OutputText]) -> OutputMessage:
-        return OutputMessage(id=self._item_id, status=status, content=content)
-
-    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> TextDeltaEvent:
-        return TextDeltaEvent(sequence_number=self._sent, item_id=self._item_id, delta=text, logprobs=logprobs)
-
-    def _logprobs_of(self, tokens: Sequence[OutToken], listed: ListMaker = at_once) -> list[ChatTokenLogprob]:
+    def _logprobs_of(self, tokens: Sequence[OutToken], listed: ListMaker) -> list[ChatTokenLogprob]:
         return logprob_entries(self._answers.model.tokenizer, tokens, listed) if self._logprobs else []
 
-    def _encode(self, event: ResponseEvent) -> bytes:
-        return b"".join(self._pieces(event))
+    def _encoded(self, events: Iterable[ResponseEvent]) -> Iterator[bytes]:
+        for event in events:
+            yield b"".join(self._pieces(event))
 
     def _pieces(self, event: ResponseEvent) -> Iterator[bytes]:
+        event.sequence_number = self._sent
         self._sent += 1
         yield b"event: " + event.type.encode() + b"\ndata: "
         yield from json_pieces(event)
         yield b"\n\n"
+
+
+def _sent(value: Any) -> Any:
+    """As the client sent it."""
+    return value.model_dump(by_alias=True, exclude_unset=True) if hasattr(value, "model_dump") else value
 
 
 def _usage(usage: Usage) -> ResponseUsage:

@@ -1,17 +1,20 @@
-"""Requests of the Responses API: text in, text out, nothing is stored. A field that needs tools, other media, reasoning
-or a stored conversation is refused by name."""
+"""Requests of the Responses API: text and functions, nothing is stored. A field that needs tools of the server, other
+media or a stored conversation is refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from router.edge.openai.request_schema import (
-    MAX_MESSAGES,
     MAX_TOKENS_HELP,
     CacheSalt,
+    Effort,
     StreamOptions,
+    TemplateSettings,
     equals,
     is_empty,
     never,
@@ -19,22 +22,45 @@ from router.edge.openai.request_schema import (
     unsupported,
 )
 from router.edge.openai.strict_model import Items, StrictModel, at_most
-from router.requests.validation import Message, RawRequest, RawSampling
+from router.edge.openai.tool_fields import (
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionFields,
+    FunctionName,
+    NamedTool,
+    ToolChoice,
+    tool_use,
+)
+from router.requests.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, ToolUse, tool_call, tool_result
+from router.requests.validation import RawRequest, RawSampling
 from tandem.errors import InputError
+from tandem.grammar.constraint import Constraint, json_object, json_schema
 from tandem.request import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
+# What there is none of, as nothing is stored and no tool runs here.
+_HARMLESS_INCLUDES = frozenset(
+    [
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    ]
+)
 
 
 class TextContent(StrictModel):
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
     annotations: object = None  # of an earlier answer that the client sends again
     logprobs: object = None
 
 
 class InputItem(StrictModel):
-    """A message. Items of another type are refused."""
+    """A message, a function call, the output of one, or the reasoning of an earlier answer. Others are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -44,23 +70,121 @@ class InputItem(StrictModel):
     id: str | None = None
     status: str | None = None
     phase: object = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Items[TextContent] | None = None
+    summary: object = None
+    encrypted_content: object = None
 
-    def parse(self, index: int) -> Message:
+    def check(self, path: str) -> None:
         """Raises InputError, UnsupportedField."""
-        path = f"input.{index}"
-        if self.type != "message":
-            raise unsupported(f"{path}.type", f"value {self.type[:40]!r}")
+        if self.type not in _ITEM_FIELDS:
+            raise unsupported(f"{path}.type", f"value {self.type[:40]!r}", f"send {', '.join(_ITEM_FIELDS)}")
         if self.model_extra:
             field = f"{path}.{next(iter(self.model_extra))}"
             raise InputError(f"unknown field {field!r}", field=field)
-        if self.role not in ("system", "developer", "user", "assistant"):
+        for field in _ITEM_FIELDS[self.type]:
+            if getattr(self, field) is None:
+                expected = "text" if field == "content" else f"a value in an item of type {self.type!r}"
+                raise InputError(f"{path}.{field}: expected {expected}, got nothing", field=f"{path}.{field}")
+        if self.type == "message" and self.role not in ("system", "developer", "user", "assistant"):
             raise InputError(
                 f"{path}.role: expected system, developer, user or assistant, got {self.role!r}", field=f"{path}.role"
             )
-        if self.content is None:
-            raise InputError(f"{path}.content: expected text, got nothing", field=f"{path}.content")
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+
+
+_ITEM_FIELDS: dict[str, tuple[str, ...]] = {  # that each type must have
+    "message": ("content",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+def _text(content: str | Sequence[TextContent] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def parse_items(items: Sequence[InputItem]) -> list[Message]:
+    """Reasoning and calls join the assistant's message that they stand at. Raises InputError, UnsupportedField."""
+    messages: list[Message] = []
+    calls: set[str] = set()
+    reasoning = ""
+    for index, item in enumerate(items):
+        path = f"input.{index}"
+        item.check(path)
+        thought: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        match item.type:
+            case "reasoning":
+                reasoning = _text(item.content)
+                continue
+            case "message":
+                more = thought if item.role == "assistant" else {}
+                messages.append(
+                    Message("system" if item.role == "developer" else item.role or "", _text(item.content), more)
+                )
+            case "function_call":
+                call = tool_call(item.call_id or "", item.name or "", item.arguments or "", f"{path}.arguments")
+                calls.add(item.call_id or "")
+                is_more = bool(messages) and messages[-1].role == "assistant"
+                last = messages.pop() if is_more else Message("assistant", "")
+                called = [*last.more.get("tool_calls", ()), call]
+                messages.append(replace(last, more={**last.more, **thought, "tool_calls": called}))
+            case "function_call_output":
+                messages.append(tool_result(item.call_id, calls, _text(item.output), f"{path}.call_id"))
+        reasoning = ""
+    return messages
+
+
+def _is_function(given: object) -> object:
+    """Tools that run at a server have other fields."""
+    if isinstance(given, dict) and given.get("type") not in ("function", None):
+        remedy = "offer it as a function that the client runs"
+        raise unsupported("tools", f"type {str(given['type'])[:40]!r}", remedy)
+    return given
+
+
+class ResponsesTool(FunctionFields):
+    type: Literal["function"]
+
+
+class FunctionChoice(StrictModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        Items[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tool_choice")
+    ]
+
+
+class TextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema", description="JSON Schema, draft 2020-12.")
+    strict: bool | None = Field(None, description="No effect: every answer satisfies its schema.")
+
+    def constraint(self) -> Constraint | None:
+        """Raises InputError."""
+        if self.type == "json_schema":
+            return json_schema(self.schema_, "text.format.schema")
+        return json_object("text.format") if self.type == "json_object" else None
+
+
+class TextSettings(StrictModel):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="No effect.")
+
+
+class ReasoningFields(StrictModel):
+    effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
 
 
 class ResponsesRequest(StrictModel):
@@ -99,11 +223,23 @@ class ResponsesRequest(StrictModel):
     prompt: object = None
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
-    reasoning: object = None
-    text: object = None
-    tool_choice: object = None
-    tools: object = None
+    reasoning: ReasoningFields | None = None
+    text: TextSettings | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
+    tools: (
+        Annotated[
+            Items[Annotated[ResponsesTool, BeforeValidator(_is_function)]],
+            Field(max_length=MAX_TOOLS),
+            at_most(MAX_TOOLS, "tools"),
+        ]
+        | None
+    ) = None
+    chat_template_kwargs: TemplateSettings | None = None
     truncation: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def wants_logprobs(self) -> bool:
@@ -112,17 +248,14 @@ class ResponsesRequest(StrictModel):
     def parse(self) -> RawRequest:
         """Raises InputError, UnsupportedField."""
         refuse_unsupported(self, _NEUTRAL)
-        other = next((each for each in self.include or () if each != LOGPROBS), None)
+        other = next((each for each in self.include or () if each not in (LOGPROBS, *_HARMLESS_INCLUDES)), None)
         if other is not None:
             raise unsupported("include", f"value {other[:80]!r}")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InputError(f"top_logprobs: expected only together with include={LOGPROBS!r}", field="top_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: expected only together with stream=true", field="stream_options")
-        if isinstance(self.input, str):
-            messages = [Message("user", self.input)]
-        else:
-            messages = [item.parse(index) for index, item in enumerate(self.input)]
+        messages = [Message("user", self.input)] if isinstance(self.input, str) else parse_items(self.input)
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
         sampling = RawSampling(
@@ -133,9 +266,32 @@ class ResponsesRequest(StrictModel):
             seed=self.seed,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            constraint=None if self.text is None or self.text.format is None else self.text.format.constraint(),
         )
         session = self.prompt_cache_key or self.user or ""
-        return RawRequest(self.model, tuple(messages), sampling, session, self.cache_salt or "")
+        chat = Chat(tuple(messages), self._tools(), self.chat_template_kwargs or {}, self.effort)
+        return RawRequest(self.model, chat, sampling, session, self.cache_salt or "")
+
+    def _tools(self) -> ToolUse | None:
+        """Raises InputError, UnsupportedField."""
+        tools = [tool.tool(f"tools.{number}") for number, tool in enumerate(self.tools or ())]
+        return tool_use(tools, self._choice(), self.parallel_tool_calls)
+
+    def _choice(self) -> ToolChoice | None:
+        """As chat completions send it."""
+        match self.tool_choice:
+            case FunctionChoice():
+                return _named(self.tool_choice)
+            case AllowedChoice():
+                tools = [_named(each) for each in self.tool_choice.tools]
+                allowed = AllowedTools(mode=self.tool_choice.mode, tools=tools)
+                return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+            case other:
+                return other
+
+
+def _named(choice: FunctionChoice) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
 _NEUTRAL = {
@@ -144,14 +300,9 @@ _NEUTRAL = {
     "conversation": never,
     "max_tool_calls": never,
     "moderation": never,
-    "parallel_tool_calls": equals(True, False),
     "previous_response_id": never,
     "prompt": never,
     "prompt_cache_options": never,
     "prompt_cache_retention": never,
-    "reasoning": is_empty,
-    "text": equals({}, {"format": {"type": "text"}}),
-    "tool_choice": equals("none", "auto"),
-    "tools": is_empty,
     "truncation": equals("disabled"),
 }

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.edge.openai.request_schema import Messages
+from router.edge.openai.request_schema import Messages, TemplateSettings, parse_messages
 from router.edge.openai.strict_model import Items, StrictModel, at_most
-from router.requests.validation import Message
+from router.edge.openai.tool_fields import Tools, tool_use
+from router.requests.chat import Chat
 from tandem.errors import InputError
 
 MAX_DETOKENIZED = 1 << 20
@@ -21,8 +22,10 @@ class TokenizeRequest(StrictModel):
     prompt: str | None = None
     add_special_tokens: bool | None = None  # those that the checkpoint puts around a prompt; absent: true
     messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateSettings | None = None
 
-    def parse(self) -> str | tuple[Message, ...]:
+    def parse(self) -> str | Chat:
         """Raises InputError, UnsupportedField."""
         if (self.prompt is None) == (self.messages is None):
             raise InputError("prompt: expected either prompt or messages", field="prompt")
@@ -32,7 +35,9 @@ class TokenizeRequest(StrictModel):
                     "add_special_tokens: expected only with prompt; the chat template adds its own",
                     field="add_special_tokens",
                 )
-            return tuple(message.parse(index) for index, message in enumerate(self.messages))
+            tools = [tool.function.tool(f"tools.{number}.function") for number, tool in enumerate(self.tools or ())]
+            use = tool_use(tools, None, None)
+            return Chat(parse_messages(self.messages), use, self.chat_template_kwargs or {})
         return self.prompt or ""
 
 

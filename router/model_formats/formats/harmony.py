@@ -84,16 +84,19 @@ class Harmony(ToolFormat):
         )
         return Section({_CHANNEL: call}, "")
 
-    def grammar(self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, thought: str) -> str:
-        """Reasoning and preambles, and then one call, which ends the answer; or the final message."""
+    def grammar(
+        self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, before: str = "", answer: str = ""
+    ) -> str:
+        """Reasoning and preambles, and then one call, which ends the answer; or the final message. `before` is not
+        used: the format has its own reasoning."""
         channel = lark.text(_CHANNEL)
         free = lark.rule(
             f'{channel} ("analysis" | "commentary") {lark.text(_MESSAGE)} {lark.until("<|end|>")} '
             + lark.text(f"{_START}assistant")
         )
-        last = [f"{channel} {self.section(lark, tools).heads[_CHANNEL]}"]
+        last = [f"{channel} {self.section(lark, tools).heads[_CHANNEL]}"] if tools else []
         if mode is Mode.AUTO:
-            last.append(f"{lark.text(f'{_CHANNEL}final{_MESSAGE}')} TEXT")
+            last.append(f"{lark.text(f'{_CHANNEL}final{_MESSAGE}')} {answer or 'TEXT'}")
         return lark.start(f"{free}* ({' | '.join(last)})")
 
 

@@ -29,9 +29,14 @@ class ToolFormat(ABC):
     def section(self, lark: Lark, tools: Tools) -> Section:
         """Raises InputError if the format cannot write what a schema asks for."""
 
-    def grammar(self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, thought: str) -> str:
-        """`thought`: the text that ends the reasoning with which the answer begins; empty: it begins otherwise."""
-        return lark.whole(self.section(lark, tools), mode, is_parallel, thought)
+    def grammar(
+        self, lark: Lark, tools: Tools, mode: Mode, is_parallel: bool, before: str = "", answer: str = ""
+    ) -> str:
+        """Args:
+        before: an expression for the reasoning with which the answer may begin; empty: for none.
+        answer: an expression for the text instead of calls, with Mode.AUTO; empty: any text, also before calls.
+        """
+        return lark.whole(self.section(lark, tools), mode, is_parallel, before, answer)
 
     def content(self, reader: Reader, tools: Tools) -> Steps[None]:
         """Reads text and calls until the end. White space between calls, before the first if there is no text, and

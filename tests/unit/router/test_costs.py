@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from router import service
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
-from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, MAX_MESSAGES
+from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS
 from router.requests import validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
+from router.requests.chat import MAX_MESSAGES
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import (
     MAX_CACHE_SALT_CHARS,

@@ -190,16 +190,12 @@ async def test_fields_without_effect_are_accepted(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("path", "extra", "param"),
     [
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
-        ("chat/completions", {"tool_choice": "auto"}, "tool_choice"),
         ("chat/completions", {"functions": [{}]}, "functions"),
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("chat/completions", {"prediction": {}}, "prediction"),
-        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("chat/completions", {"verbosity": "low"}, "verbosity"),
         ("chat/completions", {"web_search_options": {}}, "web_search_options"),
-        ("chat/completions", {"parallel_tool_calls": False}, "parallel_tool_calls"),
         ("completions", {"best_of": 2}, "best_of"),
         ("completions", {"n": 2, "best_of": 3}, "best_of"),
         ("completions", {"suffix": "end"}, "suffix"),

@@ -18,6 +18,7 @@ from router.edge.openai.answer_schema import (
     CachedTokens,
     ChatChoice,
     ChatCompletion,
+    ChatFinishReason,
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionUsage,
@@ -25,7 +26,6 @@ from router.edge.openai.answer_schema import (
     ErrorDetail,
     TopLogprob,
 )
-from tandem.request import FinishReason
 from tests.unit.router.conftest import MODEL, Cluster
 from tests.unit.router.test_sse import Stream, final, piece
 
@@ -52,7 +52,7 @@ def completion(each: ListMaker, choices: ListMaker) -> ChatCompletion:
 
     def choice(index: int) -> ChatChoice:
         logprobs = ChatLogprobs(each(entry, range(index * 40)))
-        return ChatChoice(index, AssistantMessage(content="\x00text\u2028"), logprobs, FinishReason.STOP)
+        return ChatChoice(index, AssistantMessage(content="\x00text\u2028"), logprobs, ChatFinishReason.STOP)
 
     usage = CompletionUsage(1, 2, 3, CachedTokens(0))
     return ChatCompletion(id="c", created=1, model="m", choices=choices(choice, range(4)), usage=usage)

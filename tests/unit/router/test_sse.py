@@ -202,7 +202,7 @@ def test_an_event_around_a_text_is_the_event_with_the_text() -> None:
 
 def test_chat_events_of_several_choices_name_their_choice() -> None:
     answers = cast(Any, type("A", (), {}))()
-    answers.request_id, answers.submitted = "r", [None, None]
+    answers.request_id, answers.submitted = "r", [type("S", (), {"request": type("R", (), {"reading": None})})] * 2
     answers.model = cast(Any, type("M", (), {"name": "m\x00", "tokenizer": None}))()
     form = ChatFormat(answers, include_usage=True, logprobs=False)
     sent = form.events([Arrival(1, [piece('a"b')], None), Arrival(0, [piece("c")], None)])

@@ -1,0 +1,144 @@
+"""Chats over gRPC: tools and earlier calls in, calls and reasoning out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from router.model_formats.events import CallArguments, CallEnded, CallStarted, Event, Reasoning, Text
+from router.model_formats.grammar import Mode
+from router.requests.answers import SubmittedRequest, call_ids
+from router.requests.chat import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    TOOL_NAME,
+    Chat,
+    Message,
+    Tool,
+    ToolUse,
+    tool_call,
+    tool_result,
+)
+from router.requests.chat_model import AnswerReading
+from router.requests.output import TextPiece
+from tandem.errors import InputError
+from tandem.request import check_length
+from tandem.v1 import inference_pb2 as pb
+
+_MODES = {pb.ToolChoice.MODE_AUTO: Mode.AUTO, pb.ToolChoice.MODE_NONE: None, pb.ToolChoice.MODE_REQUIRED: Mode.REQUIRED}
+
+
+def chat_of(chat: pb.ChatMessages) -> Chat:
+    """Raises InputError."""
+    check_length("chat", len(chat.messages), MAX_MESSAGES)
+    check_length("tools", len(chat.tools), MAX_TOOLS)
+    calls: set[str] = set()
+    messages = tuple(_message(each, calls, f"chat.messages.{index}") for index, each in enumerate(chat.messages))
+    return Chat(messages, _use(chat), _settings(chat.template_settings), chat.reasoning_effort or None)
+
+
+def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
+    """`calls`: ids of the calls before it, to which its own are added."""
+    if given.role == "tool":
+        return tool_result(given.tool_call_id, calls, given.content, f"{where}.tool_call_id")
+    check_length(f"{where}.tool_calls", len(given.tool_calls), MAX_CALLS)
+    more: dict[str, Any] = {"reasoning_content": given.reasoning} if given.reasoning else {}
+    if given.tool_calls:
+        if given.role != "assistant":
+            field = f"{where}.tool_calls"
+            raise InputError(f"{field}: expected only with role 'assistant'", field=field)
+        more["tool_calls"] = [
+            tool_call(call.id, call.name, call.arguments, f"{where}.tool_calls.{number}.arguments")
+            for number, call in enumerate(given.tool_calls)
+        ]
+        calls.update(call.id for call in given.tool_calls)
+    return Message(given.role, given.content, more)
+
+
+def _use(chat: pb.ChatMessages) -> ToolUse | None:
+    choice = chat.tool_choice
+    if not chat.tools:
+        if choice.names or choice.mode == pb.ToolChoice.MODE_REQUIRED:
+            raise InputError("tool_choice: expected tools beside it, got none", field="tool_choice")
+        return None
+    tools = [_tool(each, f"tools.{number}") for number, each in enumerate(chat.tools)]
+    is_parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+    return ToolUse.parse(tools, _MODES.get(choice.mode), [*choice.names] or None, is_parallel)
+
+
+def _tool(given: pb.Tool, where: str) -> Tool:
+    if not re.fullmatch(TOOL_NAME, given.name):
+        field = f"{where}.name"
+        raise InputError(f"{field}: expected {TOOL_NAME}, got {given.name[:80]!r}", field=field)
+    field = f"{where}.parameters"
+    schema = _json(given.parameters, field) if given.parameters else None
+    return Tool.parse(given.name, schema, given.description or None, is_strict=given.strict, where=field)
+
+
+def _settings(text: str) -> Mapping[str, Any]:
+    settings = _json(text, "template_settings") if text else {}
+    if not isinstance(settings, dict):
+        raise InputError("template_settings: expected a JSON object", field="template_settings")
+    return settings
+
+
+def _json(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{field}: expected JSON: {error}", field=field) from None
+
+
+def parts_of(submitted: SubmittedRequest) -> ChatParts | None:
+    """None if the answer is text alone."""
+    request = submitted.request
+    return None if request.reading is None else ChatParts(request.reading, call_ids(request.request_id))
+
+
+class ChatParts:
+    """The parts of one answer. `call_id`: the id of a call, if the model writes none."""
+
+    def __init__(self, reading: AnswerReading, call_id: Callable[[int], str]) -> None:
+        self._parser = reading.parser()
+        self._call_id = call_id
+        self._has_calls = False
+
+    def chunk(self, piece: TextPiece, response: pb.GenerateResponse) -> pb.GenerateResponse:
+        """`response`: of the piece; its text is replaced by what it is part of."""
+        response.chunk.text = ""
+        self._fill(response.chunk, self._parser.feed(piece.text) if piece.text else ())
+        return response
+
+    def rest(self) -> pb.GenerateResponse | None:
+        """What was held back until the end."""
+        if not (events := self._parser.finish()):
+            return None
+        response = pb.GenerateResponse(chunk=pb.Chunk())
+        self._fill(response.chunk, events)
+        return response
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a whole call was found."""
+        return self._has_calls
+
+    def _fill(self, chunk: pb.Chunk, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Text():
+                    chunk.text += event.text
+                case Reasoning():
+                    chunk.reasoning += event.text
+                case CallStarted():
+                    call_id = event.id or self._call_id(event.index)
+                    chunk.tool_calls.add(index=event.index, id=call_id, name=event.name)
+                case CallArguments():
+                    last = chunk.tool_calls[-1] if chunk.tool_calls else None
+                    if last is None or last.index != event.index:
+                        last = chunk.tool_calls.add(index=event.index)
+                    last.arguments += event.text
+                case CallEnded():
+                    self._has_calls = True

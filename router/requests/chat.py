@@ -1,0 +1,171 @@
+"""A chat as clients send it: messages, tools, and settings of the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.model_formats.grammar import Mode, Schema
+from tandem.errors import InputError
+from tandem.grammar.constraint import json_schema
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_CALLS = 256  # of one message
+TOOL_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+
+# The prompt for models whose template knows no tools: as Hermes and Qwen write it.
+_DESCRIPTION = """# Tools
+
+You may call one or more functions to help with the user's request. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call return a JSON object with the function's name and its arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-as-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`more`: what the template reads beside role and content: `tool_calls` with parsed arguments, `tool_call_id`,
+    `name`, `reasoning_content`."""
+
+    role: str
+    content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def for_template(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content, **self.more}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`schema`: JSON Schema of the arguments. `where`: the client's field of it. `is_strict`: arguments must satisfy
+    it."""
+
+    name: str
+    schema: Schema
+    description: str | None = None
+    is_strict: bool = False
+    where: str = "tools"
+
+    @classmethod
+    def parse(cls, name: str, schema: object, description: str | None, *, is_strict: bool, where: str) -> Tool:
+        """`schema` None: no arguments. Raises InputError."""
+        schema = {"type": "object", "properties": {}} if schema is None else schema
+        json_schema(schema, where)  # its depth and size
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise InputError(f"{where}: expected the JSON Schema of an object (`type: object`)", field=where)
+        return cls(name, schema, description, is_strict, where)
+
+    def for_template(self) -> dict[str, Any]:
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.schema)}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Args:
+    mode: None: the model reads about the tools, and may call none.
+    only: names of those that may be called; None: all.
+    """
+
+    tools: tuple[Tool, ...]
+    mode: Mode | None = Mode.AUTO
+    only: frozenset[str] | None = None
+    is_parallel: bool = True
+
+    @classmethod
+    def parse(cls, tools: Sequence[Tool], mode: Mode | None, only: Sequence[str] | None, is_parallel: bool) -> ToolUse:
+        """Raises InputError."""
+        names = [tool.name for tool in tools]
+        if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+            raise InputError(f"tools: expected names that differ, got {twice!r} twice", field="tools")
+        if unknown := [name for name in only or () if name not in names]:
+            raise InputError(
+                f"tool_choice: expected one of {', '.join(names)}, got {unknown[0][:80]!r}", field="tool_choice"
+            )
+        return cls(tuple(tools), mode, None if only is None else frozenset(only), is_parallel)
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        if self.mode is None:
+            return ()
+        return tuple(tool for tool in self.tools if self.only is None or tool.name in self.only)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar is needed to keep what the client asked for."""
+        return self.mode is Mode.REQUIRED or any(
+            tool.is_strict or not self.is_parallel or self.only is not None for tool in self.callable
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """`settings`: of the model's template, such as `enable_thinking`. `effort`: of the reasoning, in OpenAI's words."""
+
+    messages: tuple[Message, ...]
+    tools: ToolUse | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+
+    @property
+    def chars(self) -> int:
+        """What it costs to render and tokenize."""
+        messages = sum(len(each.content) + (len(repr(each.more)) if each.more else 0) for each in self.messages)
+        return messages + sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        return () if self.tools is None else self.tools.tools
+
+
+def tool_call(call_id: str, name: str, arguments: str, where: str) -> dict[str, Any]:
+    """A call of an earlier answer for the template, which writes the arguments in the model's own format. `where`: the
+    client's field of the arguments. Raises InputError."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: expected the text of a JSON object: {error}", field=where) from None
+    if not isinstance(parsed, dict):
+        raise InputError(f"{where}: expected the text of a JSON object, got other JSON", field=where)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def tool_result(call_id: str | None, calls: Collection[str], text: str, where: str) -> Message:
+    """A message of role `tool`. `calls`: ids of the calls before it. Raises InputError."""
+    if call_id not in calls:
+        raise InputError(
+            f"{where}: expected the id of a call in an earlier message, got {(call_id or '')[:80]!r}", field=where
+        )
+    return Message("tool", text, {"tool_call_id": call_id})
+
+
+def described(chat: Chat) -> tuple[Message, ...]:
+    """The messages for a template that knows no tools: tools are described to the model in a system message, and calls
+    and their results become text, as Hermes writes them."""
+    messages = [_as_text(each) for each in chat.messages]
+    if not chat.offered:
+        return tuple(messages)
+    text = _DESCRIPTION.format(tools="\n".join(json.dumps(tool.for_template()) for tool in chat.offered))
+    if messages and messages[0].role == "system":
+        return (Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:])
+    return (Message("system", text), *messages)
+
+
+def _as_text(message: Message) -> Message:
+    if message.role == "tool":
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    calls: Sequence[Mapping[str, Any]] = message.more.get("tool_calls", ())
+    texts = [f"<tool_call>\n{json.dumps(_without_id(call['function']))}\n</tool_call>" for call in calls]
+    return Message(message.role, "\n".join(filter(None, [message.content, *texts])))
+
+
+def _without_id(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "arguments": function["arguments"]}

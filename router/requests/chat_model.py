@@ -1,0 +1,144 @@
+"""What a model makes of a chat: its prompt, the grammar that keeps what the client asked for, and how the answer is
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.model_formats.formats.harmony import HARMONY
+from router.model_formats.grammar import Mode, Schema, Tools
+from router.model_formats.parser import AnswerParser, grammar, kept_tokens
+from router.model_formats.registry import Formats
+from router.requests.chat import Chat, ToolUse, described
+from router.requests.detokenizer import KeptTokens, TokenDecoder
+from tandem.errors import InputError
+from tandem.grammar.constraint import Constraint, joined, json_schema
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+
+_ANY_OBJECT: Schema = {"type": "object"}
+_THINKING = ("enable_thinking", "thinking")  # names that templates have for it
+_RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """How the text of an answer is read. `tools`: those that may be called."""
+
+    formats: Formats
+    tools: Tools
+    is_reasoning_opened: bool
+    decoder: TokenDecoder
+
+    def parser(self) -> AnswerParser:
+        return AnswerParser(self.formats, self.tools, is_reasoning_opened=self.is_reasoning_opened)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """`reading`: None if the answer is text alone."""
+
+    text: str
+    reading: AnswerReading | None
+    constraint: Constraint | None
+
+
+class ChatModel:
+    def __init__(self, name: str, template: ChatTemplate, tokenizer: Tokenizer, formats: Formats) -> None:
+        self._formats = formats
+        self._name = name
+        self._template = template
+        self._special = {token: number for number in tokenizer.special_ids if (token := tokenizer.token(number))}
+        self._decoder = KeptTokens(tokenizer, kept_tokens(formats, self._special))
+
+    def rendered(self, chat: Chat, asked: Constraint | None) -> RenderedChat:
+        """`asked`: for the answer's text. Raises InputError."""
+        use, settings = chat.tools, self._effort(chat.effort) | self._settings(chat.settings)
+        if use is not None and use.callable and self._formats.tools is None:
+            raise InputError(
+                f"tools: the format of calls of model {self._name!r} is not known; leave tools out, or name a format "
+                "in the model's setting `tool_parser`",
+                field="tools",
+            )
+        if self._formats.is_described:
+            text = self._template.render([each.for_template() for each in described(chat)], settings=settings)
+        else:
+            tools = [tool.for_template() for tool in chat.offered] or None
+            messages = [each.for_template() for each in chat.messages]
+            text = self._template.render(messages, tools=tools, settings=settings)
+        reasoning = self._formats.reasoning
+        is_opened = reasoning is not None and reasoning.is_opened_by(text)
+        called = {tool.name: tool.schema for tool in use.callable} if use else {}
+        return RenderedChat(text, self._reading(called, is_opened), self._constraint(use, asked, is_opened))
+
+    def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises InputError for a setting that the template does not read, unless it turns off what is not there."""
+        known = self._template.variables - _RESERVED
+        field = "chat_template_kwargs"
+        for name, value in settings.items():
+            if name in _RESERVED:
+                raise InputError(
+                    f"{field}.{name}: expected other names; this one is the server's own", field=f"{field}.{name}"
+                )
+            if name not in known and not (name in _THINKING and value is False):
+                names = ", ".join(sorted(each for each in known if not each.endswith("_token"))) or "none"
+                raise InputError(
+                    f"{field}.{name[:80]}: the model's chat template does not read it; it reads {names}",
+                    field=f"{field}.{name[:80]}",
+                )
+        return dict(settings)
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """The template's settings for a reasoning effort. Raises InputError if it has none."""
+        variables = self._template.variables
+        if effort is None:
+            return {}
+        thinking = [name for name in _THINKING if name in variables]
+        if effort == "none":
+            return {name: False for name in thinking}
+        if "reasoning_effort" in variables:
+            return {"reasoning_effort": effort}
+        if thinking:
+            return {name: True for name in thinking}
+        if self._formats.reasoning is not None:  # it always reasons
+            return {}
+        raise InputError(
+            f"reasoning_effort: model {self._name!r} does not reason; leave reasoning_effort out, or send 'none'",
+            field="reasoning_effort",
+        )
+
+    def _reading(self, called: Tools, is_opened: bool) -> AnswerReading | None:
+        tools = self._formats.tools if called or self._formats.tools is HARMONY else None
+        if tools is None and self._formats.reasoning is None:
+            return None
+        return AnswerReading(Formats(tools, self._formats.reasoning), called, is_opened, self._decoder)
+
+    def _constraint(self, use: ToolUse | None, asked: Constraint | None, is_opened: bool) -> Constraint | None:
+        """Raises InputError."""
+        callable_ = () if use is None else use.callable
+        has_calls = use is not None and callable_ and (use.is_constrained or asked is not None)
+        reasons = self._formats.reasoning is not None or self._formats.tools is HARMONY
+        if not has_calls and (asked is None or not reasons):
+            return asked
+        schemas: dict[str, Schema] = {}
+        parts: list[Constraint] = []
+        mode, is_parallel = Mode.AUTO, True
+        if use is not None and has_calls:
+            mode, is_parallel = use.mode or mode, use.is_parallel
+            for tool in callable_:
+                must_fit = tool.is_strict or mode is Mode.REQUIRED
+                schemas[tool.name] = tool.schema if must_fit else _ANY_OBJECT
+                parts.append(json_schema(schemas[tool.name], tool.where))
+        text = grammar(
+            self._formats,
+            schemas,
+            mode,
+            is_parallel=is_parallel,
+            is_reasoning_opened=is_opened,
+            special=self._special,
+            answer="" if asked is None else "@answer",
+        )
+        field = asked.field if asked is not None and not parts else "tools"
+        return joined(text, parts, field, None if mode is Mode.REQUIRED else asked)
