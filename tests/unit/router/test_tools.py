@@ -373,7 +373,8 @@ class TestResponses:
 
 class TestGrpc:
     async def ask(self, cluster: Cluster, **chat: Any) -> tuple[list[pb.Chunk], pb.Finished]:
-        given = pb.ChatMessages(**{"messages": [pb.ChatMessage(role="user", content="Weather?")], "tools": PB} | chat)
+        fields: dict[str, Any] = {"messages": [pb.ChatMessage(role="user", content="Weather?")], "tools": PB}
+        given = pb.ChatMessages(**fields | chat)
         responses = [each async for each in cluster.inference.Generate(pb.GenerateRequest(model=MODEL, chat=given))]
         return [each.chunk for each in responses if each.HasField("chunk")], responses[-1].finished
 
