@@ -46,7 +46,7 @@ check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whol
 	$(PYTEST) -m system $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
-	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" $(ARGS)
+	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" --timeout=14400 $(ARGS)
 
 bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
 	@$(BIN)/python -m benchmarks.handoff $(ARGS)

@@ -101,6 +101,7 @@ class RouterApp:
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory, self._tls)
         self._bind_edges()
         self._resources = ResourceWatch(self._folders())
+        self._watching_resources: asyncio.Task[None] | None = None
         ResourceMetrics(self._registry, self._resources)
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
@@ -237,7 +238,7 @@ class RouterApp:
         )
 
     async def start(self) -> None:
-        self._watching = asyncio.create_task(self._resources.run(), name="resource watch")
+        self._watching_resources = asyncio.create_task(self._resources.run(), name="resource watch")
         self._calls.start()
         await self._grpc.start()
         await self._http.start()
@@ -254,7 +255,8 @@ class RouterApp:
         self._directory.start()
 
     async def close(self) -> None:
-        self._watching.cancel()
+        if self._watching_resources is not None:
+            self._watching_resources.cancel()
         await self._grpc.set_ready(False)
         await self._directory.close()
         await self.dispatcher.drain(self._launch.router.drain_timeout_s)

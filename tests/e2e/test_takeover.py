@@ -202,7 +202,8 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
         await asyncio.sleep(8.0)  # it waits for the lease
         impatient.send_signal(signal.SIGINT)
         await asyncio.to_thread(impatient.wait, 30)
-        assert all(each["state"] == "ready" for each in second.status()["routers"]), "its folders were left alone"
+        await asyncio.to_thread(second.wait_ready)  # its folders were left alone
+        assert running(second)["routers"] == before["routers"]
         second.assert_conserved()
     finally:
         second.process.kill()

@@ -203,7 +203,8 @@ async def test_requests_that_outlast_a_drains_deadline_continue_on_other_workers
     monkeypatch.setattr(controller.scaler, "_poll_s", 0.01)
     before = retries(await metrics(controller))
     async with load(controller, expected, clients=len(ASKS)):
-        await asyncio.sleep(0.5)
+        while (state := await controller.workers.state(leaving)) is None or not state.load.running_requests:
+            await asyncio.sleep(0.005)  # it may have ended all that it had
         await controller.scaler.drain(leaving.worker_id, restart=False, move=False)
     assert roles(controller) == (1, 1)
     assert retries(await metrics(controller)) > before, "nothing remained on it"
