@@ -7,7 +7,8 @@ even at a much higher load.
 
 Four rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
 ends. A worker is started again only at a much higher load than the one at which it was stopped. Several consecutive
-observations must agree. Reverting a change under the same load doubles the waits.
+observations must agree. Reverting a change under the same load doubles the waits, and sizes that were left under the
+same load count as no better than they were.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ GAIN = 0.85  # a change must reduce the pressure to at most this share
 STOP_MARGIN = 1.5  # a worker is stopped if the others could serve this multiple of the load
 SAME_LOAD = 2.0  # loads within this factor of each other are the same
 MAX_BACKOFF = 64.0
+REMEMBER_S = 3600.0  # how sizes did that were left
 CORRECTIONS = (0.5, 4.0)  # bounds of measured over predicted TTFT
 CORRECTION_WEIGHT = 0.2  # of the newest measurement in the moving average
 MIN_MEASURED = 5  # requests
@@ -130,15 +132,27 @@ class _Change:
 
 
 @dataclass(frozen=True, slots=True)
+class _Left:
+    """Sizes that were left. A prediction may be better than what was seen there."""
+
+    at_s: float
+    pressure: float
+    load: ModelLoad
+
+
+@dataclass(frozen=True, slots=True)
 class _Pressure:
+    """`seen`: what it was, if these sizes were left under the same load."""
+
     sizes: PoolSizes
     forecast: Forecast
     ttft: float
     tpot: float
+    seen: float = 0.0
 
     @property
     def value(self) -> float:
-        return max(self.ttft, self.tpot, self.forecast.fill)
+        return max(self.ttft, self.tpot, self.forecast.fill, self.seen)
 
 
 class Autoscaler:
@@ -152,11 +166,19 @@ class Autoscaler:
         self._confirmed = 0
         self._idle_since_s: float | None = None
         self._last: _Change | None = None
+        self._left: dict[PoolSizes, _Left] = {}
+        self._now = 0.0  # pressure at the last observation
         self._backoff = 1.0
 
     def decide(self, seen: PoolObservation, now_s: float) -> ScalingDecision:
         self._correct(seen)
+        self._left = {
+            sizes: left
+            for sizes, left in self._left.items()
+            if now_s < left.at_s + REMEMBER_S and _is_same_load(left.load, seen.load)
+        }
         now = self._pressure(seen, seen.sizes)
+        self._now = now.value
         action, best = self._choose(seen, now)
         if action is not ScalingAction.STOP:
             self._idle_since_s = None
@@ -182,6 +204,8 @@ class Autoscaler:
         elif _reverts(last, decision):
             self._backoff = min(MAX_BACKOFF, 2 * self._backoff)
         self._last = _Change(now_s, decision.current, decision.target, decision.load)
+        if decision.action is ScalingAction.CHANGE_ROLES:
+            self._left[decision.current] = _Left(now_s, self._now, decision.load)
         self._wanted, self._idle_since_s = None, None
 
     def refused(self, decision: ScalingDecision, now_s: float) -> None:
@@ -236,6 +260,9 @@ class Autoscaler:
     def _best(self, seen: PoolObservation, candidates: Iterable[PoolSizes]) -> _Pressure | None:
         """The candidate with the least pressure; among equals the one with the fewest role changes."""
         found = [self._pressure(seen, each) for each in candidates if min(each) >= 0 and self._limits.allow(each)]
+        found = [
+            replace(each, seen=self._left[each.sizes].pressure) if each.sizes in self._left else each for each in found
+        ]
         return min(found, key=lambda each: (each.value, abs(each.sizes.prefill - seen.sizes.prefill)), default=None)
 
     # ---- the waits
