@@ -5,10 +5,10 @@ its objective, and needed over available places on decode workers. Above `headro
 which costs almost nothing, then starts workers. It stops a worker that the others could have replaced for a long time,
 even at a much higher load.
 
-Four rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
+Five rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
 ends. A worker is started again only at a much higher load than the one at which it was stopped. Several consecutive
-observations must agree. Reverting a change under the same load doubles the waits, and sizes that were left under the
-same load count as no better than they were.
+observations must agree. Reverting a change under the same load doubles the waits. Sizes that were left under the same
+load count as no better than they were.
 """
 
 from __future__ import annotations

@@ -135,4 +135,5 @@ def _served(model: ResolvedModel) -> ServedModel:
         max_model_tokens=model.max_model_tokens,
         tool_parser=model.spec.tool_parser,
         reasoning_parser=model.spec.reasoning_parser,
+        sampling_defaults=model.spec.sampling_defaults,
     )

@@ -54,8 +54,13 @@ OnError = Callable[[Request, Exception], Awaitable[Response]]
 Parsed = TypeVar("Parsed")
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
+MAX_RETRY_AFTER_S = 60  # OpenAI's clients ignore longer ones
 INLINE_BODY_BYTES = 64 << 10  # longer bodies are parsed in a thread
-_STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
+_STATUS_ERRORS = {
+    404: "no such path",
+    405: "method not allowed here",
+    415: "expected a body without content-encoding; send it uncompressed",
+}
 
 
 class JsonResponse(Response):
@@ -118,14 +123,14 @@ class HttpEdge:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raw = await self._parsed(request, ChatCompletionRequest, ChatCompletionRequest.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
-        form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
+        form = ChatFormat(answers, usage=parsed.usage, logprobs=bool(parsed.logprobs))
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raws = await self._parsed(request, CompletionRequest, CompletionRequest.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
-        form = CompletionFormat(answers, include_usage=parsed.include_usage, prompt_only=parsed.is_prompt_only)
+        form = CompletionFormat(answers, usage=parsed.usage, prompt_only=parsed.is_prompt_only)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
@@ -223,6 +228,8 @@ class HttpEdge:
 
     async def _receive(self, request: Request) -> tuple[bytes, int]:
         """The body, and how much of it to give back to the budget. Raises InputError, OverloadedError."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HTTPException(415)
         body = bytearray()
         counted = 0
         try:
@@ -287,7 +294,7 @@ def _error_response(error: TandemError, more_headers: Mapping[str, str]) -> Resp
     headers = dict(more_headers)
     delay_s = retry_after_s(error)
     if delay_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(delay_s)))
+        headers["retry-after"] = str(min(max(1, math.ceil(delay_s)), MAX_RETRY_AFTER_S))
     return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
 
 
@@ -299,9 +306,10 @@ async def _on_tandem_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     text = f"{request.method} {request.url.path}: {_STATUS_ERRORS.get(status, 'refused')}"
-    return JsonResponse(ErrorBody(ErrorDetail(text, "invalid_request_error", None, None)), status_code=status)
+    body = ErrorBody(ErrorDetail(text, "invalid_request_error", None, None))
+    return JsonResponse(body, status_code=status, headers=headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

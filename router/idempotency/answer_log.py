@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,7 +138,7 @@ class LogReader:
                 return chunks
             if self.log.error is not None:
                 error = self.log.error  # of its own for each reader: a traceback would keep all of them in memory
-                raise type(error)(error.message, field=error.field, retry_after_s=error.retry_after_s)
+                raise copy(error)
             if self.log.ended:
                 return []
             self._waiting = asyncio.get_running_loop().create_future()

@@ -75,6 +75,11 @@ class Answers:
         self.has_failed = False  # an error follows the pieces taken
 
     @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once for all its choices."""
+        return sum(each.request.prompt_tokens for each in self.submitted[:: self._choices])
+
+    @property
     def ended(self) -> bool:
         """All output of all answers was taken."""
         return not self._waiting

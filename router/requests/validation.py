@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from router.admission.parse_threads import ParseThreads
 from router.model_formats.registry import formats_of
@@ -19,9 +20,11 @@ from router.requests.chat import Chat
 from router.requests.chat_model import AnswerReading, ChatModel, RenderedChat
 from router.requests.detokenizer import stop_automaton
 from router.requests.grammar_check import GrammarChecker
+from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
-from tandem.errors import ContextExceeded, InputError, shown
+from tandem.config.spec import SamplingDefaults
+from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
@@ -38,6 +41,7 @@ INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
 INLINE_STOP_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: tokens x (1 + alternatives per token)
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by generation_config.json
 CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
@@ -121,6 +125,9 @@ class ServingModel:
         self.vocab_tokens = config.vocab_size
         self._served = served
         self._template = template
+        self._defaults = RawSampling()
+        if served.sampling_defaults is SamplingDefaults.CHECKPOINT:
+            self._defaults = sampling_defaults(Path(served.model_dir))
         formats = formats_of(template, config.architecture, served.tool_parser, served.reasoning_parser)
         self._chats = None if template is None else ChatModel(served.name, template, tokenizer, formats)
         self._eos = frozenset(config.eos_token_ids)
@@ -222,7 +229,7 @@ class ServingModel:
         """Refuses a text that cannot fit, before all of it is tokenized. Raises ContextExceeded."""
         if len(text) > limit * CHARS_PER_TOKEN_LIMIT:
             raise ContextExceeded(
-                f"{field}: the model's context is {limit} tokens, too few for {len(text)} characters; shorten the text",
+                f"{field}: {_context(limit)}, too few for {len(text)} characters; shorten the text",
                 field=field,
             )
         if len(text) > limit * CHARS_PER_TOKEN_OFTEN:
@@ -285,23 +292,24 @@ class ServingModel:
         stop_ids = frozenset(raw.stop_token_ids)
         if raw.max_tokens is not None and raw.max_tokens > room:
             raise ContextExceeded(
-                f"max_tokens: expected at most {room}, got {shown(raw.max_tokens)}; the model's context is "
-                f"{prompt_tokens + room} tokens and the prompt has {prompt_tokens}; lower max_tokens or leave it out",
+                f"max_tokens: {_context(prompt_tokens + room)}, and the prompt has {prompt_tokens}; expected at most "
+                f"{room}, got {shown(raw.max_tokens)}; lower max_tokens or leave it out",
                 field="max_tokens",
             )
+        default = self._defaults
         return SamplingParams.parse(
             # Drawn by the router, so that any worker can repeat the sampling.
             seed=secrets.randbits(63) if raw.seed is None else raw.seed,
             max_tokens=room if raw.max_tokens is None else raw.max_tokens,
-            temperature=raw.temperature,
-            top_p=raw.top_p,
-            top_k=raw.top_k,
-            min_p=raw.min_p,
+            temperature=default.temperature if raw.temperature is None else raw.temperature,
+            top_p=default.top_p if raw.top_p is None else raw.top_p,
+            top_k=default.top_k if raw.top_k is None else raw.top_k,
+            min_p=default.min_p if raw.min_p is None else raw.min_p,
             stop_token_ids=stop_ids if raw.ignore_eos else stop_ids | self._eos,
             logprobs=raw.logprobs,
             presence_penalty=raw.presence_penalty,
             frequency_penalty=raw.frequency_penalty,
-            repetition_penalty=raw.repetition_penalty,
+            repetition_penalty=default.repetition_penalty if raw.repetition_penalty is None else raw.repetition_penalty,
             logit_bias=dict(raw.logit_bias),
             prompt_logprobs=raw.prompt_logprobs,
             grammar=None if constraint is None else constraint.grammar,
@@ -315,6 +323,23 @@ class ServingModel:
             )
 
 
+def sampling_defaults(model_dir: Path) -> RawSampling:
+    """Of the checkpoint's `generation_config.json`. Raises CheckpointError naming the file."""
+    path = model_dir / "generation_config.json"
+    if not path.exists():
+        return RawSampling()
+    given = read_json_object(path)
+    number: dict[str, Any] = {name: given.get(name) for name in _DEFAULTED}
+    try:
+        for name, value in number.items():
+            if not isinstance(value, int | float | None):
+                raise InputError(f"{name}: expected a number, got {type(value).__name__}", field=name)
+        SamplingParams.parse(seed=0, max_tokens=1, **number)
+    except InputError as error:
+        raise CheckpointError(f"{path}: {error.message}", field="model") from error
+    return RawSampling(**number)
+
+
 def _session(name: str, cache_salt: bytes) -> bytes:
     """The salt as key separates sessions of the same name of different tenants."""
     return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
@@ -322,10 +347,15 @@ def _session(name: str, cache_salt: bytes) -> bytes:
 
 def _too_long(field: str, tokens: int | str, limit: int) -> ContextExceeded:
     return ContextExceeded(
-        f"{field}: the model's context is {limit} tokens; the prompt has {tokens} and leaves no room for an answer; "
+        f"{field}: {_context(limit)}; the prompt has {tokens} and leaves no room for an answer; "
         f"shorten it to at most {limit - 1}",
         field=field,
     )
+
+
+def _context(tokens: int) -> str:
+    """Clients look for these words."""
+    return f"This model's maximum context length is {tokens} tokens"
 
 
 def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:

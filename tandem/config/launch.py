@@ -16,7 +16,7 @@ from tandem.config.auth import AuthSpec
 from tandem.config.frozen import Frozen
 from tandem.config.log_format import LogFormat
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import EngineSpec, ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config.spec import EngineSpec, ModelSpec, Role, RouterSpec, SamplingDefaults, TlsSpec, TransferSpec
 from tandem.errors import ConfigError
 
 AUTO_HOST = "auto"
@@ -91,6 +91,7 @@ class ServedModel(Frozen):
     max_model_tokens: int | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    sampling_defaults: SamplingDefaults = SamplingDefaults.CHECKPOINT
 
 
 class RouterLaunch(Frozen):

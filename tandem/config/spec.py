@@ -158,6 +158,11 @@ class PoolSpec(Frozen):
     engine: EngineOverrides = EngineOverrides()
 
 
+class SamplingDefaults(StrEnum):
+    CHECKPOINT = "checkpoint"
+    OPENAI = "openai"
+
+
 class ModelSpec(Frozen):
     """One served base model and its two pools. With zero prefill workers the cluster is aggregated."""
 
@@ -175,6 +180,11 @@ class ModelSpec(Frozen):
     )
     reasoning_parser: str = Field(
         "auto", description="Format of the model's reasoning; auto: by its chat template; none: it stays in the text."
+    )
+    sampling_defaults: SamplingDefaults = Field(
+        SamplingDefaults.CHECKPOINT,
+        description="Sampling of requests that say nothing about it. checkpoint: as generation_config.json says, and "
+        "otherwise OpenAI's; openai: temperature 1, top_p 1, no top_k.",
     )
 
     @model_validator(mode="after")

@@ -244,7 +244,7 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"n": 1000}, "n"),

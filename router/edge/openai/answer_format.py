@@ -31,10 +31,12 @@ from router.edge.openai.answer_schema import (
     ErrorDetail,
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
+from router.edge.openai.request_schema import UsageEvents
+from router.edge.openai.strict_model import FieldError
 from router.model_formats.events import Event, Text
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, TextPiece, Usage
-from tandem.errors import TandemError
+from tandem.errors import ErrorCode, TandemError
 from tandem.request import FinishReason
 from tandem.v1 import inference_pb2
 
@@ -61,8 +63,19 @@ class AnswerFormat(Protocol):
         ...
 
 
+# Codes that clients know OpenAI's names of.
+_OPENAI_CODES = {
+    ErrorCode.INVALID_ARGUMENT: "invalid_value",
+    ErrorCode.UNSUPPORTED_FIELD: "unsupported_parameter",
+    ErrorCode.CONTEXT_EXCEEDED: "context_length_exceeded",
+    ErrorCode.UNAUTHENTICATED: "invalid_api_key",
+    ErrorCode.RATE_LIMITED: "rate_limit_exceeded",
+}
+
+
 def error_body(error: TandemError) -> ErrorBody:
-    return ErrorBody(ErrorDetail(error.message, error.wire.openai_type, error.field, error.code.value))
+    named = error.openai_code if isinstance(error, FieldError) else _OPENAI_CODES.get(error.code)
+    return ErrorBody(ErrorDetail(error.message, error.wire.openai_type, error.field, named or error.code.value))
 
 
 def completion_usage(usage: Usage) -> CompletionUsage:
@@ -99,6 +112,25 @@ class TextEventTemplate:
         return self._before + msgspec.json.encode(text) + self._after
 
 
+class UsageField:
+    """The field `usage` of a stream's events."""
+
+    def __init__(self, answers: Answers, events: UsageEvents) -> None:
+        self.is_last_event = events is not UsageEvents.NONE
+        self.is_each = events is UsageEvents.EACH
+        self._answers = answers
+        self._tokens = 0
+
+    def add(self, arrival: Arrival) -> None:
+        if self.is_each:
+            self._tokens += sum(len(piece.tokens) for piece in arrival.pieces)
+
+    def now(self) -> CompletionUsage | UnsetType | None:
+        if self.is_each:
+            return completion_usage(Usage(self._answers.prompt_tokens, self._tokens, 0))
+        return None if self.is_last_event else UNSET
+
+
 def tokens_of(pieces: Sequence[TextPiece]) -> list[OutToken]:
     return [token for piece in pieces for token in piece.tokens]
 
@@ -108,10 +140,10 @@ def text_of(pieces: Sequence[TextPiece]) -> str:
 
 
 class ChatFormat:
-    def __init__(self, answers: Answers, *, include_usage: bool, logprobs: bool) -> None:
+    def __init__(self, answers: Answers, *, usage: UsageEvents, logprobs: bool) -> None:
         self._answers = answers
         self._decoder = answers.model.tokenizer
-        self._include_usage = include_usage
+        self._usage = UsageField(answers, usage)
         self._logprobs = logprobs
         self._id = f"chatcmpl-{answers.request_id}"
         self._created = int(time.time())
@@ -124,19 +156,23 @@ class ChatFormat:
             for index, each in enumerate(answers.submitted)
         ]
 
+    def _text(self, index: int, text: str) -> bytes:
+        return self._chunk(index, ChunkDelta(content=text)) if self._usage.is_each else self._texts[index].fill(text)
+
     def begin(self) -> list[bytes]:
         first = ChunkDelta(role="assistant", content="")
         return [self._chunk(index, first) for index in range(len(self._answers.submitted))]
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
+            self._usage.add(arrival)
             if (parts := self._parts[arrival.index]) is not None:
                 yield from self._read(arrival, parts)
                 continue
             for piece in arrival.pieces:
                 if not self._logprobs:
                     if piece.text:
-                        yield self._texts[arrival.index].fill(piece.text)
+                        yield self._text(arrival.index, piece.text)
                     continue
                 logprobs = chat_logprobs(self._decoder, piece.tokens)
                 if piece.text or (logprobs is not None and logprobs.content):
@@ -165,7 +201,7 @@ class ChatFormat:
             logprobs = None
         for event in events:
             if logprobs is None and isinstance(event, Text):
-                yield self._texts[index].fill(event.text)
+                yield self._text(index, event.text)
             elif (delta := parts.delta(event)) is not None:
                 yield self._chunk(index, delta, logprobs)
                 logprobs = None
@@ -173,7 +209,7 @@ class ChatFormat:
             yield self._chunk(index, ChunkDelta(content=""), logprobs)
 
     def end(self) -> list[bytes]:
-        usage = [self._event([], completion_usage(self._answers.usage()))] if self._include_usage else []
+        usage = [self._event([], completion_usage(self._answers.usage()))] if self._usage.is_last_event else []
         return [*usage, DONE]
 
     def failed(self, error: TandemError) -> list[bytes]:
@@ -206,7 +242,7 @@ class ChatFormat:
         logprobs: ChatLogprobs | None = None,
         reason: ChatFinishReason | None = None,
     ) -> bytes:
-        return self._event([ChunkChoice(index, delta, logprobs, reason)], None if self._include_usage else UNSET)
+        return self._event([ChunkChoice(index, delta, logprobs, reason)], self._usage.now())
 
     def _event(self, choices: list[ChunkChoice], usage: CompletionUsage | UnsetType | None) -> bytes:
         model = self._answers.model.name
@@ -218,9 +254,9 @@ class ChatFormat:
 class CompletionFormat:
     """`prompt_only`: leaves out the one token that every request generates."""
 
-    def __init__(self, answers: Answers, *, include_usage: bool, prompt_only: bool = False) -> None:
+    def __init__(self, answers: Answers, *, usage: UsageEvents, prompt_only: bool = False) -> None:
         self._answers = answers
-        self._include_usage = include_usage
+        self._usage = UsageField(answers, usage)
         self._prompt_only = prompt_only
         self._logprobs = [CompletionLogprobsBuilder(answers.model.tokenizer) for _ in answers.submitted]
         self._started: set[int] = set()
@@ -231,11 +267,15 @@ class CompletionFormat:
             for index in range(len(answers.submitted))
         ]
 
+    def _text(self, index: int, text: str) -> bytes:
+        return self._chunk(index, text) if self._usage.is_each else self._texts[index].fill(text)
+
     def begin(self) -> list[bytes]:
         return []
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
+            self._usage.add(arrival)
             for piece in arrival.pieces:
                 if arrival.index not in self._started and self._echo_of(arrival.index) is not None:
                     part = self._part(arrival.index, piece.text, piece.tokens, on_demand)
@@ -245,12 +285,12 @@ class CompletionFormat:
                 if logprobs is not None:
                     yield self._chunk(arrival.index, text, logprobs)
                 elif text:
-                    yield self._texts[arrival.index].fill(text)
+                    yield self._text(arrival.index, text)
             if arrival.final is not None:
                 yield self._chunk(arrival.index, "", None, self._reason(arrival.final.reason))
 
     def end(self) -> list[bytes]:
-        usage = [server_sent(self._completion([], self._usage()))] if self._include_usage else []
+        usage = [server_sent(self._completion([], self._usage_of_all()))] if self._usage.is_last_event else []
         return [*usage, DONE]
 
     def failed(self, error: TandemError) -> list[bytes]:
@@ -258,7 +298,7 @@ class CompletionFormat:
 
     def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
         choices = one_by_one(lambda index: self._choice(index, wholes[index]), range(len(wholes)))
-        return json_pieces(self._completion(choices, self._usage()))
+        return json_pieces(self._completion(choices, self._usage_of_all()))
 
     def _choice(self, index: int, whole: WholeAnswer) -> CompletionChoice:
         text, logprobs = self._part(index, whole.text, whole.tokens, on_demand)
@@ -286,7 +326,7 @@ class CompletionFormat:
     def _reason(self, reason: FinishReason | None) -> FinishReason | None:
         return FinishReason.LENGTH if self._prompt_only else reason
 
-    def _usage(self) -> CompletionUsage:
+    def _usage_of_all(self) -> CompletionUsage:
         usage = self._answers.usage()
         if self._prompt_only:
             usage = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
@@ -298,7 +338,7 @@ class CompletionFormat:
         return server_sent(self._event(CompletionChoice(index, text, logprobs, reason)))
 
     def _event(self, choice: CompletionChoice) -> Completion:
-        return self._completion([choice], None if self._include_usage else UNSET)
+        return self._completion([choice], self._usage.now())
 
     def _completion(self, choices: list[CompletionChoice], usage: CompletionUsage | UnsetType | None) -> Completion:
         model = self._answers.model.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator
@@ -13,6 +14,7 @@ from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
 from router.edge.openai.constraint_fields import ConstraintFields, ResponseFormat
+from router.edge.openai.field_errors import field_error
 from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.edge.openai.tool_fields import ToolCall, ToolChoice, Tools, tool_use
 from router.requests.chat import MAX_CALLS, MAX_MESSAGES, Chat, Message, tool_result
@@ -27,6 +29,7 @@ MAX_NAME_CHARS = 80  # of a client's field name in an error
 MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
 
 MAX_SETTINGS = 32
+COMPLETION_TOKENS = 16  # OpenAI's default
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS)]
@@ -34,20 +37,31 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
 
 
+class UsageEvents(Enum):
+    """Which events of a stream have `usage`."""
+
+    NONE = "none"
+    LAST = "last"
+    EACH = "each"
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect, as the router adds no padding
+    continuous_usage_stats: bool | None = Field(None, description="`usage` in every event; as in vLLM.")
 
 
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    cache_control: object = None  # no effect: the prefix cache is automatic
 
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[TextPart] | None = None
     name: str | None = None
+    id: str | None = None  # of an earlier answer that the client sends again, as the following
     refusal: str | None = None
     audio: object = None
     annotations: object = None
@@ -111,7 +125,7 @@ class _GenerationRequest(ConstraintFields):
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: no limit.")
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Items[str] | None = None
@@ -127,13 +141,24 @@ class _GenerationRequest(ConstraintFields):
     cache_salt: CacheSalt = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    detokenize: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage(self) -> UsageEvents:
+        options = self.stream_options
+        if options is None or not (options.include_usage or options.continuous_usage_stats):
+            return UsageEvents.NONE
+        return UsageEvents.EACH if options.continuous_usage_stats else UsageEvents.LAST
 
     def _check(self, neutral: Neutral) -> None:
-        refuse_unsupported(self, neutral)
+        refuse_unsupported(self, neutral | _NEUTRAL_EXTENSIONS)
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: expected only together with stream=true", field="stream_options")
 
@@ -144,7 +169,7 @@ class _GenerationRequest(ConstraintFields):
         return RawSampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=None if self.top_k == -1 else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=max_tokens,
@@ -193,12 +218,14 @@ class ChatCompletionRequest(_GenerationRequest):
     moderation: object = None
     prediction: object = None
     prompt_cache_options: object = None
-    prompt_cache_retention: object = None
+    prompt_cache_retention: str | None = Field(None, description="No effect: the prefix cache is automatic.")
     reasoning_effort: Effort | None = Field(
         None, description="As the model's chat template has it; `none`: no thinking."
     )
-    verbosity: object = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="No effect.")
     web_search_options: object = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def parse(self) -> RawRequest:
         """Raises InputError, UnsupportedField."""
@@ -235,7 +262,9 @@ def _prompt(given: object, check: Handler) -> object:
 
 class CompletionRequest(_GenerationRequest):
     prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description=f"{MAX_TOKENS_HELP} 0 is for `echo` only.")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="At most the rest of the context after the prompt. Absent: 16. 0 is for `echo` only."
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -254,7 +283,7 @@ class CompletionRequest(_GenerationRequest):
         if self.is_prompt_only and not self.echo:
             raise InputError("max_tokens: expected at least 1, or 0 together with echo=true", field="max_tokens")
         sampling = self._sampling(
-            None if self.max_tokens is None else max(1, self.max_tokens),
+            COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens),
             self.logprobs,
             self.logprobs if self.echo else None,
         )
@@ -296,12 +325,23 @@ _NEUTRAL_CHAT: Neutral = {
     "moderation": never,
     "prediction": never,
     "prompt_cache_options": never,
-    "prompt_cache_retention": never,
-    "verbosity": never,
+    "add_generation_prompt": equals(True),
+    "continue_final_message": equals(False),
     "web_search_options": never,
 }
 _NEUTRAL_COMPLETION: Neutral = {
     "suffix": is_empty,
+}
+# Of other servers; Tandem does what these values ask for.
+_NEUTRAL_EXTENSIONS: Neutral = {
+    "skip_special_tokens": equals(True),
+    "spaces_between_special_tokens": equals(True, False),
+    "include_stop_str_in_output": equals(False),
+    "use_beam_search": equals(False),
+    "length_penalty": equals(1),
+    "early_stopping": equals(False),
+    "detokenize": equals(True),
+    "truncate_prompt_tokens": never,
 }
 
 Request = TypeVar("Request", bound=BaseModel)
@@ -341,14 +381,13 @@ def parse_fields(kind: type[Request], fields: object) -> Request:
 
 
 def _input_error(error: ValidationError) -> InputError:
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults = error.errors(include_url=False)
     # The client meant the branch of a union that validated deepest.
     same = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
-    first = max(same, key=lambda each: len(_path(each["loc"])))
-    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(first["loc"])) or None
-    if first["type"] == "extra_forbidden":
-        return InputError(f"unknown field {field!r}", field=field)
-    return InputError(f"{field or 'body'}: {_lower_first(first['msg'])}", field=field)
+    depth = max(len(_path(each["loc"])) for each in same)
+    deepest = [each for each in same if len(_path(each["loc"])) == depth]
+    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(deepest[0]["loc"])) or None
+    return field_error(field, deepest)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
@@ -361,10 +400,6 @@ _BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent", "NamedT
 def _is_union_branch(part: int | str) -> bool:
     """Pydantic adds the branch of a union to the location, which is no key of the client's JSON."""
     return isinstance(part, str) and (part in _BRANCHES or "[" in part)
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:

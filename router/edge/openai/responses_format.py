@@ -108,7 +108,7 @@ class ResponsesFormat:
         usage: ResponseUsage | None = None,
         error: ResponseError | None = None,
     ) -> ResponseObject:
-        request = self._request
+        request, sampling = self._request, self._answers.submitted[0].request.sampling
         return ResponseObject(
             id=f"resp_{self._answers.request_id}",
             created_at=self._created_at,
@@ -123,11 +123,11 @@ class ResponsesFormat:
             metadata=request.metadata or {},
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=ReasoningSettings(request.effort),
-            temperature=1.0 if request.temperature is None else request.temperature,
+            temperature=sampling.temperature,
             text=_sent(request.text) or {"format": {"type": "text"}},
             tool_choice=_sent(request.tool_choice) or "auto",
             tools=[_sent(tool) for tool in request.tools or ()],
-            top_p=1.0 if request.top_p is None else request.top_p,
+            top_p=sampling.top_p,
             user=request.user,
         )
 

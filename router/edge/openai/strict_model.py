@@ -24,5 +24,13 @@ def at_most(most: int, field: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+class FieldError(InputError):
+    """A fault that a type of a field found. `openai_code`: its name in OpenAI's API."""
+
+    def __init__(self, message: str, *, field: str | None = None, openai_code: str = "invalid_value") -> None:
+        super().__init__(message, field=field)
+        self.openai_code = openai_code
+
+
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -227,7 +227,7 @@ class TestRequestId:
     [
         ({"echo": True, "logprobs": 1, "max_tokens": 1}, 4 * 2 * (3 + 1)),
         ({"logprobs": 2, "max_tokens": 5}, 4 * 3 * 5),
-        ({"logprobs": 2}, 4 * 3 * (512 - 3)),  # without `max_tokens`: the rest of the context
+        ({"logprobs": 2}, 4 * 3 * 16),  # without `max_tokens`
     ],
 )
 @pytest.mark.acceptance(39, here="products of limits")
@@ -253,14 +253,16 @@ async def test_an_answer_with_logprobs_and_no_max_tokens_gets_as_many_as_fit(
     cluster.says("ok")
     monkeypatch.setattr(service, "LEAST_OPEN_TOKENS", 20)
     monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 25)
-    call = {"model": MODEL, "prompt": [[70, 71, 72], [73, 74, 75]], "n": 2}
-    await cluster.openai.completions.create(**call, logprobs=2)
+    create = cluster.openai.chat.completions.create
+    call = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 4}
+    await create(**call, logprobs=True, top_logprobs=2)
     assert [work.sampling.max_tokens for work in cluster.decode.works.values()] == [25] * 4
-    await cluster.openai.completions.create(**call)
-    assert [work.sampling.max_tokens for work in cluster.decode.works.values()][4:] == [509] * 4
+    await create(**call)
+    rest = [512 - len(work.prompt) for work in cluster.decode.works.values()][4:]
+    assert [work.sampling.max_tokens for work in cluster.decode.works.values()][4:] == rest
     monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 19)
     with pytest.raises(openai.BadRequestError, match="logprobs: expected at most 228 "):
-        await cluster.openai.completions.create(**call, logprobs=2)
+        await create(**call, logprobs=True, top_logprobs=2)
     await cluster.settled()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from router import service
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
-from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS
+from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, UsageEvents
 from router.requests import validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.chat import MAX_MESSAGES
@@ -96,12 +96,6 @@ COSTS = [
         "logprobs times n times max_tokens",
         service.MAX_LOGPROBS // (MAX_CHOICES * 21),
         lambda n: completion(n=MAX_CHOICES, logprobs=20, max_tokens=n),
-        "logprobs",
-    ),
-    Cost(  # the prompt leaves so much of the context
-        "logprobs times n without max_tokens",
-        service.MAX_LOGPROBS // (MAX_CHOICES * 17),
-        lambda n: completion(n=MAX_CHOICES, logprobs=16, max_tokens=None, prompt=[70] * (CONTEXT_TOKENS - n)),
         "logprobs",
     ),
     Cost(
@@ -326,7 +320,7 @@ def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
     wholes = [WholeAnswer() for _ in answers.submitted]
     for arrival in arrivals_of(call):
         wholes[arrival.index].add(arrival)
-    form = CompletionFormat(answers, include_usage=False)
+    form = CompletionFormat(answers, usage=UsageEvents.NONE)
     choices = json.loads(b"".join(form.whole(wholes)))["choices"]
     tops = [top for each in choices if each["logprobs"] for top in each["logprobs"]["top_logprobs"]]
     assert sum(max(1, len(top or ())) for top in tops) <= counted
@@ -334,6 +328,6 @@ def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
     if call.answer_tokens == call.max_tokens:
         assert len(tops) * (1 + (call.logprobs or 0)) == counted
     if not call.echo:
-        chats = json.loads(b"".join(ChatFormat(answers, include_usage=False, logprobs=True).whole(wholes)))
+        chats = json.loads(b"".join(ChatFormat(answers, usage=UsageEvents.NONE, logprobs=True).whole(wholes)))
         entries = [entry for each in chats["choices"] if each["logprobs"] for entry in each["logprobs"]["content"]]
         assert sum(1 + len(entry["top_logprobs"]) for entry in entries) <= counted

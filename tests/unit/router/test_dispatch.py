@@ -119,7 +119,8 @@ async def test_sixteen_streams_get_their_own_answers(cluster: Cluster) -> None:
 
     async def ask(number: int) -> bool:
         text = f"question {number:02}"
-        chunks = [c async for c in await cluster.openai.completions.create(model=MODEL, prompt=text, stream=True)]
+        create = cluster.openai.completions.create
+        chunks = [c async for c in await create(model=MODEL, prompt=text, stream=True, max_tokens=3 * len(text))]
         return "".join(chunk.choices[0].text for chunk in chunks) == text * 3
 
     assert all(await asyncio.gather(*(ask(number) for number in range(16))))

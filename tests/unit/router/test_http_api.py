@@ -148,12 +148,51 @@ async def test_the_user_names_the_session_in_every_api(cluster: Cluster) -> None
     assert sessions[0] != sessions[4]
 
 
-async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: Cluster) -> None:
+async def test_defaults_are_a_drawn_seed_and_openais_numbers_of_tokens(cluster: Cluster) -> None:
     for _ in range(2):
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12)
     first, second = (work.sampling for work in cluster.decode.works.values())
     assert first.seed != second.seed
-    assert first.max_tokens == 500
+    assert first.max_tokens == 16
+    await cluster.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+    last = [*cluster.decode.works.values()][-1]
+    assert last.sampling.max_tokens == 512 - len(last.prompt), "the context that is left"
+
+
+async def test_values_that_change_nothing_are_taken(cluster: Cluster) -> None:
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    more = {
+        "messages": [{"role": "user", "content": [part], "id": "m1"}],
+        "top_k": -1,
+        "verbosity": "low",
+        "prompt_cache_retention": "24h",
+        "add_generation_prompt": True,
+        "skip_special_tokens": True,
+        "length_penalty": 1.0,
+        "use_beam_search": False,
+    }
+    reply = await cluster.http.post("/v1/chat/completions", json={"model": MODEL} | more)
+    assert reply.status_code == 200, reply.text
+    assert [*cluster.decode.works.values()][-1].sampling.top_k == 0
+    for field, value in (("use_beam_search", True), ("skip_special_tokens", False), ("length_penalty", 2.0)):
+        reply = await cluster.http.post("/v1/chat/completions", json={"model": MODEL} | more | {field: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+async def test_usage_comes_in_every_event_if_asked_for(cluster: Cluster) -> None:
+    tokens = cluster.says("abcdef")
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("completions", {"prompt": "a"}),
+    ):
+        extra = {"model": MODEL, "stream": True, "stream_options": options, "max_tokens": 6}
+        reply = await cluster.http.post(f"/v1/{path}", json=body | extra)
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts)
+        assert counts[-1] == len(tokens)
+        assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
 
 
 async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster: Cluster) -> None:
@@ -163,7 +202,7 @@ async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster:
     with pytest.raises(openai.BadRequestError) as refused:
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=501)
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
-    for part in ("context is 512 tokens", "prompt has 12", "got 501", "at most 500"):
+    for part in ("maximum context length is 512 tokens", "prompt has 12", "got 501", "at most 500"):
         assert part in refused.value.message
     for limit in ({"max_tokens": 9999}, {"max_completion_tokens": 9999}):
         with pytest.raises(openai.BadRequestError, match="got 9999"):
@@ -194,7 +233,6 @@ async def test_fields_without_effect_are_accepted(cluster: Cluster) -> None:
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("chat/completions", {"prediction": {}}, "prediction"),
-        ("chat/completions", {"verbosity": "low"}, "verbosity"),
         ("chat/completions", {"web_search_options": {}}, "web_search_options"),
         ("completions", {"best_of": 2}, "best_of"),
         ("completions", {"n": 2, "best_of": 3}, "best_of"),
@@ -208,7 +246,7 @@ async def test_unsupported_field_is_refused_by_name(
     reply = await cluster.http.post(f"/v1/{path}", json=body)
     assert reply.status_code == 400
     error = reply.json()["error"]
-    assert (error["param"], error["code"], error["type"]) == (param, "unsupported_field", "invalid_request_error")
+    assert (error["param"], error["code"], error["type"]) == (param, "unsupported_parameter", "invalid_request_error")
 
 
 @pytest.mark.parametrize(

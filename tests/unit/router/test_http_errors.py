@@ -35,7 +35,7 @@ async def test_a_fault_of_a_worker_is_an_internal_error_that_says_so() -> None:
 async def test_a_named_error_is_answered_with_its_status_and_field() -> None:
     answer = await post(InputError("wrong", field="x"), raises=True)
     assert answer.status_code == 400
-    error = {"message": "wrong", "type": "invalid_request_error", "param": "x", "code": "invalid_argument"}
+    error = {"message": "wrong", "type": "invalid_request_error", "param": "x", "code": "invalid_value"}
     assert answer.json() == {"error": error}
     assert answer.headers["x-request-id"]
 

@@ -114,7 +114,7 @@ async def test_a_failure_in_mid_stream_is_an_event(cluster: Cluster) -> None:
 async def test_unsupported_fields_are_refused_by_name(cluster: Cluster, extra: dict[str, Any], param: str) -> None:
     reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | extra)
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"], error["code"]) == (400, param, "unsupported_field")
+    assert (reply.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
+from router.edge.openai.request_schema import UsageEvents
 from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
 from router.requests.answers import Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
@@ -204,7 +205,7 @@ def test_chat_events_of_several_choices_name_their_choice() -> None:
     answers = cast(Any, type("A", (), {}))()
     answers.request_id, answers.submitted = "r", [type("S", (), {"request": type("R", (), {"reading": None})})] * 2
     answers.model = cast(Any, type("M", (), {"name": "m\x00", "tokenizer": None}))()
-    form = ChatFormat(answers, include_usage=True, logprobs=False)
+    form = ChatFormat(answers, usage=UsageEvents.LAST, logprobs=False)
     sent = form.events([Arrival(1, [piece('a"b')], None), Arrival(0, [piece("c")], None)])
     events = [json.loads(each.removeprefix(b"data: ")) for each in sent]
     assert [(each["choices"][0]["index"], each["choices"][0]["delta"]) for each in events] == [
