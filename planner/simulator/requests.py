@@ -42,6 +42,7 @@ class NullAssembler:
     """Simulated tokens have no text."""
 
     stopped = False
+    stop_string = None
 
     def push(self, token: SimToken) -> TextPiece:
         return _NO_TEXT

@@ -15,6 +15,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CALLS = 256  # of one message
 TOOL_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+THINKING = ("enable_thinking", "thinking")  # names that templates have for a setting that turns it on
 
 # The prompt for models whose template knows no tools: as Hermes and Qwen write it.
 _DESCRIPTION = """# Tools
@@ -108,12 +109,14 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`settings`: of the model's template, such as `enable_thinking`. `effort`: of the reasoning, in OpenAI's words."""
+    """`settings`: of the model's template, such as `enable_thinking`. `effort`: of the reasoning, in OpenAI's words.
+    `wishes`: settings for a template that reads them."""
 
     messages: tuple[Message, ...]
     tools: ToolUse | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
+    wishes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chars(self) -> int:
@@ -135,7 +138,11 @@ def tool_call(call_id: str, name: str, arguments: str, where: str) -> dict[str, 
         raise InputError(f"{where}: expected the text of a JSON object: {error}", field=where) from None
     if not isinstance(parsed, dict):
         raise InputError(f"{where}: expected the text of a JSON object, got other JSON", field=where)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+    return parsed_call(call_id, name, parsed)
+
+
+def parsed_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_result(call_id: str | None, calls: Collection[str], text: str, where: str) -> Message:

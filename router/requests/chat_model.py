@@ -11,7 +11,7 @@ from router.model_formats.formats.harmony import HARMONY
 from router.model_formats.grammar import Mode, Schema, Tools
 from router.model_formats.parser import AnswerParser, grammar, kept_tokens
 from router.model_formats.registry import Formats
-from router.requests.chat import Chat, ToolUse, described
+from router.requests.chat import THINKING, Chat, ToolUse, described
 from router.requests.detokenizer import KeptTokens, TokenDecoder
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, joined, json_schema
@@ -19,7 +19,6 @@ from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
 _ANY_OBJECT: Schema = {"type": "object"}
-_THINKING = ("enable_thinking", "thinking")  # names that templates have for it
 _RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -55,7 +54,9 @@ class ChatModel:
 
     def rendered(self, chat: Chat, asked: Constraint | None) -> RenderedChat:
         """`asked`: for the answer's text. Raises InputError."""
-        use, settings = chat.tools, self._effort(chat.effort) | self._settings(chat.settings)
+        use = chat.tools
+        wishes = {name: value for name, value in chat.wishes.items() if name in self._template.variables}
+        settings = wishes | self._effort(chat.effort) | self._settings(chat.settings)
         if use is not None and use.callable and self._formats.tools is None:
             raise InputError(
                 f"tools: the format of calls of model {self._name!r} is not known; leave tools out, or name a format "
@@ -82,7 +83,7 @@ class ChatModel:
                 raise InputError(
                     f"{field}.{name}: expected other names; this one is the server's own", field=f"{field}.{name}"
                 )
-            if name not in known and not (name in _THINKING and value is False):
+            if name not in known and not (name in THINKING and value is False):
                 names = ", ".join(sorted(each for each in known if not each.endswith("_token"))) or "none"
                 raise InputError(
                     f"{field}.{name[:80]}: the model's chat template does not read it; it reads {names}",
@@ -95,7 +96,7 @@ class ChatModel:
         variables = self._template.variables
         if effort is None:
             return {}
-        thinking = [name for name in _THINKING if name in variables]
+        thinking = [name for name in THINKING if name in variables]
         if effort == "none":
             return {name: False for name in thinking}
         if "reasoning_effort" in variables:

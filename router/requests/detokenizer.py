@@ -92,8 +92,14 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
+    """`stop`: the stop string that is complete; None: none is."""
+
     text: str
-    stopped: bool
+    stop: str | None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
 
 class StopAutomaton:
@@ -185,18 +191,19 @@ class StopStrings:
 
     def push(self, text: str) -> StopResult:
         if (automaton := self._automaton) is None:
-            return StopResult(text, False)
+            return StopResult(text, None)
         state, step, longest = self._state, automaton.step, automaton.longest
         whole = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             state = step(state, char)
             if longest[state]:
                 self._held = ""
-                return StopResult(whole[: end - longest[state]], True)
+                begin = end - longest[state]
+                return StopResult(whole[:begin], whole[begin:end])
         self._state = state
         shown = len(whole) - automaton.depth[state]
         self._held = whole[shown:]
-        return StopResult(whole[:shown], False)
+        return StopResult(whole[:shown], None)
 
     def flush(self) -> str:
         held, self._held = self._held, ""

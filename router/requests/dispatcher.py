@@ -157,7 +157,7 @@ class Dispatcher:
         if on_links.stream is None:
             return
         if end.final is not None:
-            on_links.stream.finish(end.final)
+            on_links.stream.finish(end.final, run.stop_string)
         elif end.error is not None:
             on_links.stream.fail(end.error)
 

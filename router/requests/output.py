@@ -76,6 +76,7 @@ class OutputAssembler:
         self._has_stops = bool(stop)
         self._stop_token_ids = stop_token_ids
         self.stopped = False  # a stop string was found
+        self.stop_string: str | None = None  # this one
 
     def push(self, message: worker_pb2.StepToken) -> TextPiece:
         token_id = message.token_id
@@ -85,16 +86,19 @@ class OutputAssembler:
             return TextPiece("", (token,))
         text = self._detokenizer.push(token_id)
         if self._has_stops:
-            result = self._stops.push(text)
-            text, self.stopped = result.text, result.stopped
+            text = self._stop(text)
         return TextPiece(text, (token,))
 
     def flush(self) -> TextPiece | None:
         """Returns the text held back, if the answer ends without a stop string."""
-        result = self._stops.push(self._detokenizer.flush())
-        self.stopped = result.stopped
-        text = result.text + self._stops.flush()
+        text = self._stop(self._detokenizer.flush()) + self._stops.flush()
         return TextPiece(text, ()) if text else None
+
+    def _stop(self, text: str) -> str:
+        """What is before a stop string."""
+        result = self._stops.push(text)
+        self.stopped, self.stop_string = result.stopped, result.stop
+        return result.text
 
 
 def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
@@ -106,11 +110,13 @@ class ResponseStream:
     """Carries output from a request to its one reader at the edge. Bounded: a slow reader ends its request.
 
     `prompt_scores`: logprobs of the prompt from its second token on, if requested; set before the first piece.
+    `stop_string`: that ended the answer; set with `final`.
     """
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.final: Final | None = None
+        self.stop_string: str | None = None
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
         self._on_cancel: Callable[[], None] | None = on_cancel  # None after the end: it would be a reference cycle
         self._pieces: list[TextPiece] = []
@@ -146,8 +152,8 @@ class ResponseStream:
         self._wake()
         return len(self._pieces) <= MAX_UNREAD_PIECES
 
-    def finish(self, final: Final) -> None:
-        self.final, self._on_cancel = final, None
+    def finish(self, final: Final, stop_string: str | None = None) -> None:
+        self.final, self.stop_string, self._on_cancel = final, stop_string, None
         self._wake()
 
     def fail(self, error: TandemError) -> None:

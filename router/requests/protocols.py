@@ -39,6 +39,11 @@ class Assembler(Protocol):
         """A stop string is complete."""
         ...
 
+    @property
+    def stop_string(self) -> str | None:
+        """This one."""
+        ...
+
     def push(self, token: Any) -> TextPiece: ...
 
     def flush(self) -> TextPiece | None:

@@ -117,6 +117,7 @@ class _Assembler:
     """Stops where the recorded one did."""
 
     stopped: bool = False
+    stop_string: str | None = None
 
     def push(self, token: Any) -> TextPiece:
         return TextPiece("", (token,))

@@ -118,6 +118,11 @@ class RequestRun:
         return self._assembler.stopped
 
     @property
+    def stop_string(self) -> str | None:
+        """That is complete. No action has it: recordings without text may not."""
+        return self._assembler.stop_string
+
+    @property
     def cached_tokens(self) -> int:
         """At the answer's first token: what the worker that prefilled had cached."""
         return self._timeline.cached_decode if self.prefill is None else self._timeline.cached_prefill

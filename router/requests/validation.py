@@ -59,6 +59,7 @@ class RawSampling:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    may_fill_context: bool = False  # max_tokens may be more than what the prompt leaves of the context
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
@@ -290,7 +291,7 @@ class ServingModel:
         self._check_ids("stop_token_ids", raw.stop_token_ids)
         self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
         stop_ids = frozenset(raw.stop_token_ids)
-        if raw.max_tokens is not None and raw.max_tokens > room:
+        if raw.max_tokens is not None and raw.max_tokens > room and not raw.may_fill_context:
             raise ContextExceeded(
                 f"max_tokens: {_context(prompt_tokens + room)}, and the prompt has {prompt_tokens}; expected at most "
                 f"{room}, got {shown(raw.max_tokens)}; lower max_tokens or leave it out",
@@ -300,7 +301,7 @@ class ServingModel:
         return SamplingParams.parse(
             # Drawn by the router, so that any worker can repeat the sampling.
             seed=secrets.randbits(63) if raw.seed is None else raw.seed,
-            max_tokens=room if raw.max_tokens is None else raw.max_tokens,
+            max_tokens=room if raw.max_tokens is None else min(raw.max_tokens, room),
             temperature=default.temperature if raw.temperature is None else raw.temperature,
             top_p=default.top_p if raw.top_p is None else raw.top_p,
             top_k=default.top_k if raw.top_k is None else raw.top_k,

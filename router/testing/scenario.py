@@ -31,6 +31,7 @@ class TextlessAssembler:
     """Token 99 completes a stop string."""
 
     stopped = False
+    stop_string: str | None = None
 
     def push(self, token: Any) -> TextPiece:
         self.stopped = self.stopped or token.token_id == 99
