@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2 as pb
 
-from router.edge.openai.openapi import openapi_document
+from router.edge.openapi import openapi_document
 
 ROOT = Path(__file__).resolve().parent.parent
 GRPC_PAGE = ROOT / "docs" / "grpc-api.md"
@@ -46,7 +46,7 @@ HTTP_INTRODUCTION = f"""\
 {NOTE}
 
 The content of `GET /openapi.json` as a page. [The APIs](api.md) explains it. Every error has the same shape,
-[`Error`](#error).
+[`Error`](#error); those of `/v1/messages` have [`MessagesError`](#messageserror).
 """
 
 

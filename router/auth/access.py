@@ -13,6 +13,8 @@ HTTP_ACCESS: Mapping[str, AccessLevel] = {
     "/v1/chat/completions": AccessLevel.CALLER,
     "/v1/completions": AccessLevel.CALLER,
     "/v1/responses": AccessLevel.CALLER,
+    "/v1/messages": AccessLevel.CALLER,
+    "/v1/messages/count_tokens": AccessLevel.CALLER,
     "/tokenize": AccessLevel.CALLER,
     "/detokenize": AccessLevel.CALLER,
     "/tokenizer_info": AccessLevel.CALLER,
@@ -28,6 +30,10 @@ HTTP_ACCESS: Mapping[str, AccessLevel] = {
     "/dashboard/api/v1/snapshot": AccessLevel.ADMIN,
     "/dashboard/api/v1/requests/{request_id}": AccessLevel.ADMIN,
 }
+
+# Anthropic's clients may send the key as `x-api-key` instead of `authorization`.
+KEY_HEADER = "x-api-key"
+KEY_HEADER_ROUTES = frozenset(["/v1/messages", "/v1/messages/count_tokens"])
 
 _INFERENCE = ("Generate", "Tokenize", "ListModels", "GetServerInfo")
 _OIP = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.auth.access import http_access
+from router.auth.access import KEY_HEADER, KEY_HEADER_ROUTES, http_access
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.principal import AccessLevel
@@ -37,8 +37,7 @@ class HttpGate:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             call = scope[CALL] = self._begin(scope, path, access)
             try:
-                authorization = _header(scope, b"authorization")
-                await self._calls.authenticate(call, None if authorization is None else authorization.decode("latin-1"))
+                await self._calls.authenticate(call, _authorization(scope, path))
                 await app(scope, receive, send)
             finally:
                 if not call.is_detached:
@@ -60,6 +59,14 @@ class HttpGate:
 def _header(scope: Scope, name: bytes) -> bytes | None:
     """If the header is repeated, the last one counts."""
     return next((value for given, value in reversed(scope["headers"]) if given == name), None)
+
+
+def _authorization(scope: Scope, route: str) -> str | None:
+    """The header of that name counts, if there are both."""
+    if (given := _header(scope, b"authorization")) is not None:
+        return given.decode("latin-1")
+    key = _header(scope, KEY_HEADER.encode()) if route in KEY_HEADER_ROUTES else None
+    return None if key is None else f"Bearer {key.decode('latin-1')}"
 
 
 def call_of(scope: Scope) -> Call | None:

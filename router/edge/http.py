@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP edge, with health, readiness and metrics."""
+"""The HTTP edge: OpenAI's APIs and Anthropic's, with health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge.anthropic.answer_schema import TokenCount
+from router.edge.anthropic.messages_errors import is_messages_path, messages_error
+from router.edge.anthropic.messages_format import MessagesFormat
+from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from router.edge.json_slices import JsonSlices
 from router.edge.keyed_http import REPLAYED, Handler, answer_once
 from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
@@ -35,11 +39,11 @@ from router.edge.openai.answer_schema import (
     TokenizeAnswer,
     TokenizerInfo,
 )
-from router.edge.openai.openapi import openapi_document
 from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from router.edge.openapi import openapi_document
 from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
@@ -52,7 +56,16 @@ from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
 Parsed = TypeVar("Parsed")
-Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar(
+    "Body",
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 MAX_RETRY_AFTER_S = 60  # OpenAI's clients ignore longer ones
 INLINE_BODY_BYTES = 64 << 10  # longer bodies are parsed in a thread
@@ -95,6 +108,8 @@ class HttpEdge:
             Route("/v1/chat/completions", self._once(self.chat), methods=["POST"]),
             Route("/v1/completions", self._once(self.completions), methods=["POST"]),
             Route("/v1/responses", self._once(self.responses), methods=["POST"]),
+            Route("/v1/messages", self._once(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -139,6 +154,19 @@ class HttpEdge:
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         form = ResponsesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
+
+    async def messages(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
+        parsed, raw = await self._parsed(request, MessagesRequest, MessagesRequest.parse)
+        answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
+        form = MessagesFormat(answers, parsed)
+        return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._service.take_request(call_of(request.scope))
+        parsed, chat = await self._parsed(request, CountTokensRequest, CountTokensRequest.chat)
+        _, tokens = await self._service.tokenize(parsed.model, chat, call_of(request.scope))
+        return JsonResponse(TokenCount(len(tokens)))
 
     async def tokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
@@ -290,26 +318,33 @@ def _openapi_json() -> bytes:
     return msgspec.json.encode(openapi_document())
 
 
-def _error_response(error: TandemError, more_headers: Mapping[str, str]) -> Response:
+def _error_response(request: Request, error: TandemError, more_headers: Mapping[str, str]) -> Response:
     headers = dict(more_headers)
     delay_s = retry_after_s(error)
     if delay_s is not None:
         headers["retry-after"] = str(min(max(1, math.ceil(delay_s)), MAX_RETRY_AFTER_S))
-    return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
+    return _error_json(request, error.wire.http_status, error_body(error), headers)
+
+
+def _error_json(request: Request, status: int, error: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    """In the shape of the API that the path belongs to."""
+    body: AnswerStruct = error
+    if is_messages_path(request.url.path):
+        body = messages_error(status, error.error.message, request.scope["request_id"])
+    return JsonResponse(body, status_code=status, headers=headers)
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TandemError):
         raise error
     replayed = {REPLAYED: "true"} if request.scope.get(REPLAYED) else {}
-    return _error_response(error, note_error(request.scope, error) | replayed)
+    return _error_response(request, error, note_error(request.scope, error) | replayed)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     text = f"{request.method} {request.url.path}: {_STATUS_ERRORS.get(status, 'refused')}"
-    body = ErrorBody(ErrorDetail(text, "invalid_request_error", None, None))
-    return JsonResponse(body, status_code=status, headers=headers)
+    return _error_json(request, status, ErrorBody(ErrorDetail(text, "invalid_request_error", None, None)), headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -319,4 +354,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     note_error(request.scope, InternalError("internal error"))
-    return JsonResponse(ErrorBody(ErrorDetail("internal error", "server_error", None, "internal")), status_code=500)
+    return _error_json(request, 500, ErrorBody(ErrorDetail("internal error", "server_error", None, "internal")))

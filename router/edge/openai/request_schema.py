@@ -402,12 +402,12 @@ def _is_union_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
-def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:
-    """Raises UnsupportedField for the first field whose value would change the answer."""
+def refuse_unsupported(request: BaseModel, neutral: Neutral, where: str = "") -> None:
+    """Raises UnsupportedField for the first field whose value would change the answer. `where`: before its name."""
     for field, is_neutral in neutral.items():
         value = getattr(request, field)
         if value is not None and not is_neutral(value):
-            raise unsupported(field)
+            raise unsupported(where + field)
 
 
 def unsupported(field: str, what: str = "this value", remedy: str = "leave the field out") -> UnsupportedField:

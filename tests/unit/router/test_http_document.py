@@ -108,6 +108,8 @@ async def test_the_document_has_exactly_the_served_paths(cluster: Cluster, docum
         ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 2}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/responses", {"input": "Hi", "include": ["message.output_text.logprobs"]}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 9}),
+        ("/v1/messages/count_tokens", {"messages": CHAT}),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": [70]}),
     ],
@@ -129,6 +131,7 @@ async def test_answers_and_errors_are_as_documented(
         ("/v1/chat/completions", {"messages": CHAT, "stream_options": {"include_usage": True}}),
         ("/v1/completions", {"prompt": "a", "logprobs": 1, "stream_options": {"include_usage": True}}),
         ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 9}),
     ],
 )
 async def test_events_are_as_documented(cluster: Cluster, document: Document, path: str, body: dict[str, Any]) -> None:

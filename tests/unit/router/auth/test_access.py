@@ -13,13 +13,13 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from starlette.routing import Route
 
-from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, grpc_access, http_access
+from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, KEY_HEADER_ROUTES, grpc_access, http_access
 from router.auth.principal import AccessLevel
 from router.dashboard.routes import DashboardEdge
 from router.dashboard.shared_snapshots import SnapshotSource
 from router.edge.controller_api import SECRET_KEY
 from router.edge.http import HttpEdge
-from router.edge.openai.openapi import openapi_document
+from router.edge.openapi import openapi_document
 from router.service import RouterService
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.v1 import inference_pb2, trace_pb2
@@ -61,7 +61,8 @@ def wrong_headers(keys: Keys) -> list[dict[str, str]]:
         f"Bearer {right[:-1]}", f"Bearer {right[:17]}{other[17:]}", f"Bearer {keys.texts['gone']}", "Bearer a.b.c",
         "Basic !", "Basic eDp5", f"Bearer {right.upper()}", "Bearer " + "x" * 60_000,
     ]  # fmt: skip
-    return [{}, {"x-api-key": right}, {"cookie": f"authorization={right}"}, *({"authorization": v} for v in values)]
+    header, cookie = {"x-api-key": right}, {"cookie": f"authorization={right}"}
+    return [{}, header, header | {"authorization": "Bearer x"}, cookie, *({"authorization": v} for v in values)]
 
 
 def test_the_table_lists_exactly_the_served_routes_and_methods() -> None:
@@ -88,6 +89,8 @@ def test_unlisted_routes_and_methods_require_an_admin() -> None:
 async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Cluster, keys: Keys) -> None:
     for method, path, access in requests():
         for headers in wrong_headers(keys):
+            if path in KEY_HEADER_ROUTES and [*headers] == ["x-api-key"]:
+                headers = {"x-api-key": f"{keys.texts['operator']}x"}
             answer = await cluster.http.request(method, path, headers=headers)
             if access is AccessLevel.PUBLIC:
                 assert answer.status_code in (200, 307), path  # 307: redirect to the page
@@ -98,9 +101,25 @@ async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Cluster, keys
             assert ("Basic" in challenge) == (access is AccessLevel.ADMIN)
             if method != "HEAD":
                 error = answer.json()["error"]
-                assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+                if path in KEY_HEADER_ROUTES:
+                    assert error["type"] == "authentication_error"
+                else:
+                    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
                 assert keys.texts["operator"][20:] not in answer.text
     assert cluster.metric('tandem_requests_total{code="invalid_api_key"') > 100
+
+
+@pytest.mark.parametrize("path", sorted(KEY_HEADER_ROUTES))
+async def test_anthropics_header_takes_a_key_like_bearer(cluster: Cluster, keys: Keys, path: str) -> None:
+    body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    if path.endswith("count_tokens"):
+        del body["max_tokens"]
+    for tenant, status in (("acme", 200), ("gone", 401)):
+        answer = await cluster.http.post(path, json=body, headers={"x-api-key": keys.texts[tenant]})
+        assert answer.status_code == status, answer.text
+    both = {"x-api-key": keys.texts["gone"]} | keys.bearer("acme")
+    assert (await cluster.http.post(path, json=body, headers=both)).status_code == 200
+    assert openapi_document()["paths"][path]["post"]["security"] == [{"key": []}, {"header": []}]
 
 
 async def test_every_route_accepts_the_keys_that_it_requires(cluster: Cluster, keys: Keys) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import chain
 from typing import Any, get_args
 
 import msgspec
 from pydantic.json_schema import models_json_schema
 
-from router.auth.access import http_access
+from router.auth.access import KEY_HEADER, KEY_HEADER_ROUTES, http_access
 from router.auth.principal import AccessLevel
+from router.edge.anthropic.answer_schema import MessageEvent, MessageObject, MessagesError, TokenCount
+from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     ChatCompletion,
@@ -44,7 +47,15 @@ from tandem.version import tandem_version
 
 Schema = dict[str, Any]
 
-_REQUESTS = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 # The names that answers have in the document.
 _ANSWERS: dict[str, type[AnswerStruct]] = {
     "ChatCompletion": ChatCompletion,
@@ -52,14 +63,18 @@ _ANSWERS: dict[str, type[AnswerStruct]] = {
     "Completion": Completion,
     "Error": ErrorBody,
     "Info": TokenizerInfo,
+    "Message": MessageObject,
+    "MessagesError": MessagesError,
     "Model": ModelCard,
     "Models": ModelList,
     "Response": ResponseObject,
     "Status": StatusAnswer,
     "Text": DetokenizeAnswer,
+    "TokenCount": TokenCount,
     "Tokens": TokenizeAnswer,
     "Usage": CompletionUsage,
 }
+_EVENTS = {"ResponseEvent": get_args(ResponseEvent), "MessageEvent": get_args(MessageEvent)}
 _STRING: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 
@@ -70,15 +85,18 @@ def _ref(name: str) -> Schema:
 
 def _answers() -> Schema:
     """The schemas of all answers and of their parts, by name."""
-    events = get_args(ResponseEvent)
     names = {kind.__name__: name for name, kind in _ANSWERS.items()}
-    _, found = msgspec.json.schema_components([*_ANSWERS.values(), *events], ref_template="#/components/schemas/{name}")
+    kinds = dict.fromkeys([*_ANSWERS.values(), *chain(*_EVENTS.values())])
+    _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     text = re.sub(
         r'(?<="#/components/schemas/)\w+', lambda name: names.get(name[0], name[0]), msgspec.json.encode(found).decode()
     )
     schemas = {names.get(kind, kind): each for kind, each in msgspec.json.decode(text).items()}
     schemas = {name: _all_required(each) | {"title": name} for name, each in schemas.items()}
-    return schemas | {"ResponseEvent": {"anyOf": [_ref(each.__name__) for each in events]}}
+    return schemas | {
+        union: {"anyOf": [_ref(names.get(each.__name__, each.__name__)) for each in events]}
+        for union, events in _EVENTS.items()
+    }
 
 
 def _all_required(schema: Schema) -> Schema:
@@ -131,10 +149,10 @@ def _reply(text: str, content: Schema) -> Schema:
     return {"description": text, "headers": {"x-request-id": {"schema": _STRING}}, "content": content}
 
 
-def _errors() -> Schema:
+def _errors(error: str) -> Schema:
     statuses = sorted({WIRE[code].http_status for code in ErrorCode} - {499})
     retry = {"retry-after": {"schema": _STRING, "description": "Seconds after which a retry may succeed."}}
-    reply = _reply("The request was refused or failed.", _json("Error"))
+    reply = _reply("The request was refused or failed.", _json(error))
     return {str(status): reply | {"headers": reply["headers"] | retry} for status in statuses}
 
 
@@ -143,7 +161,7 @@ def _parameters(*, generates: bool) -> list[Schema]:
     return [{"name": name, "in": "header", "required": False, "schema": _STRING} for name in names]
 
 
-def _post(summary: str, request: type, answer: str, events: str | None = None) -> Schema:
+def _post(summary: str, request: type, answer: str, events: str | None = None, error: str = "Error") -> Schema:
     content = _json(answer)
     if events is not None:
         content |= _content("text/event-stream", _ref(events))
@@ -154,7 +172,7 @@ def _post(summary: str, request: type, answer: str, events: str | None = None) -
             "operationId": request.__name__.removesuffix("Request"),
             "parameters": _parameters(generates=events is not None),
             "requestBody": body,
-            "responses": {"200": _reply("The answer, or its events with stream=true.", content), **_errors()},
+            "responses": {"200": _reply("The answer, or its events with stream=true.", content), **_errors(error)},
         }
     }
 
@@ -172,6 +190,7 @@ def _get(summary: str, operation: str, content: Schema, **more: Schema) -> Schem
 # A router without security.auth requires no key.
 _SCHEMES: Schema = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, if the router requires one."},
+    "header": {"type": "apiKey", "in": "header", "name": KEY_HEADER, "description": "As Anthropic's clients send it."},
     "admin": {"type": "http", "scheme": "basic", "description": "The password is an API key with the admin flag."},
 }
 _SECURITY: dict[AccessLevel, list[Schema]] = {
@@ -187,7 +206,7 @@ def _with_security(paths: Schema) -> Schema:
     for path, methods in paths.items():
         access = http_access(path.replace("{name}", "{name:path}"))
         for operation in methods.values():
-            operation["security"] = _SECURITY[access]
+            operation["security"] = _SECURITY[access] + ([{"header": []}] if path in KEY_HEADER_ROUTES else [])
             if access is not AccessLevel.PUBLIC:
                 operation["responses"].setdefault("401", refused)
                 operation["responses"].setdefault("403", refused)
@@ -220,6 +239,16 @@ def openapi_document() -> Schema:
                     "Continues one or several texts", CompletionRequest, "Completion", "Completion"
                 ),
                 "/v1/responses": _post("Answers text with text", ResponsesRequest, "Response", "ResponseEvent"),
+                "/v1/messages": _post(
+                    "Answers a chat, as Anthropic's API does",
+                    MessagesRequest,
+                    "Message",
+                    "MessageEvent",
+                    "MessagesError",
+                ),
+                "/v1/messages/count_tokens": _post(
+                    "Counts the tokens of a prompt", CountTokensRequest, "TokenCount", error="MessagesError"
+                ),
                 "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
                 "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
                 "/tokenizer_info": info,
