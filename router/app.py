@@ -191,6 +191,7 @@ class RouterApp:
                 bodies=self.bodies,
                 keyed=self._keyed,
                 more_routes=dashboard,
+                cors_origins=spec.cors_origins,
             ).app(),
             sock,
             max_connections=connections,

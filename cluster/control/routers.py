@@ -136,4 +136,5 @@ def _served(model: ResolvedModel) -> ServedModel:
         tool_parser=model.spec.tool_parser,
         reasoning_parser=model.spec.reasoning_parser,
         sampling_defaults=model.spec.sampling_defaults,
+        special_tokens_in_messages=model.spec.special_tokens_in_messages,
     )

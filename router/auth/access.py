@@ -24,6 +24,7 @@ HTTP_ACCESS: Mapping[str, AccessLevel] = {
     "/health": AccessLevel.PUBLIC,
     "/ready": AccessLevel.PUBLIC,
     "/metrics": AccessLevel.ADMIN,
+    "/": AccessLevel.PUBLIC,  # leads to the dashboard
     "/dashboard": AccessLevel.PUBLIC,  # the page holds no data
     "/dashboard/": AccessLevel.PUBLIC,
     "/dashboard/static/{name}": AccessLevel.PUBLIC,

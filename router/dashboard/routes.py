@@ -51,6 +51,7 @@ class DashboardEdge:
 
     def routes(self) -> list[Route]:
         return [
+            Route("/", self.redirect, methods=["GET"]),
             Route("/dashboard", self.redirect, methods=["GET"]),
             Route("/dashboard/", self.index, methods=["GET"]),
             Route("/dashboard/static/{name}", self.static, methods=["GET"]),

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -94,13 +95,16 @@ class HttpEdge:
         bodies: BodyBudget | None = None,
         keyed: KeyedAnswers | None = None,
         more_routes: Sequence[Route] = (),
+        cors_origins: Sequence[str] = (),
     ) -> None:
-        """`more_routes`: routes beside the inference API, such as the dashboard's."""
+        """`more_routes`: routes beside the inference API, such as the dashboard's. `cors_origins`: of web pages whose
+        scripts may read answers."""
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._bodies = bodies or BodyBudget(LARGEST_BODIES * max_body_bytes)
         self._keyed = keyed or KeyedAnswers(IdempotencySpec())
         self._more_routes = more_routes
+        self._cors_origins = cors_origins
         self._batcher = WriteBatcher()
 
     def routes(self) -> list[Route]:
@@ -132,7 +136,15 @@ class HttpEdge:
         HttpGate(self._service.calls).guard(routes)
         app = Starlette(routes=routes, exception_handlers=on_error)
         app.router.redirect_slashes = False  # a path has one spelling
-        return RequestIds(app)
+        if not self._cors_origins:
+            return RequestIds(app)
+        return CORSMiddleware(
+            RequestIds(app),
+            allow_origins=self._cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.model_formats.grammar import Mode, Schema
@@ -117,6 +117,16 @@ class Chat:
     settings: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     wishes: Mapping[str, Any] = field(default_factory=dict)
+
+    def marked(self, mark: Callable[[Any], Any]) -> Chat:
+        """With `mark` applied to all that the client wrote and the template will write."""
+        messages = tuple(replace(each, content=mark(each.content), more=mark(each.more)) for each in self.messages)
+        if self.tools is None:
+            return replace(self, messages=messages)
+        tools = tuple(
+            replace(tool, schema=mark(tool.schema), description=mark(tool.description)) for tool in self.tools.tools
+        )
+        return replace(self, messages=messages, tools=replace(self.tools, tools=tools))
 
     @property
     def chars(self) -> int:

@@ -16,6 +16,7 @@ from router.requests.detokenizer import KeptTokens, TokenDecoder
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, joined, json_schema
 from tandem.text.chat_template import ChatTemplate
+from tandem.text.special_texts import SpecialTexts
 from tandem.text.tokenizer import Tokenizer
 
 _ANY_OBJECT: Schema = {"type": "object"}
@@ -45,15 +46,22 @@ class RenderedChat:
 
 
 class ChatModel:
-    def __init__(self, name: str, template: ChatTemplate, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Args: `keeps_text`: special tokens that messages spell out are text; else they act as the template's do."""
+
+    def __init__(
+        self, name: str, template: ChatTemplate, tokenizer: Tokenizer, formats: Formats, *, keeps_text: bool
+    ) -> None:
         self._formats = formats
         self._name = name
         self._template = template
         self._special = {token: number for number in tokenizer.special_ids if (token := tokenizer.token(number))}
+        self._marks = SpecialTexts(self._special) if keeps_text else None
         self._decoder = KeptTokens(tokenizer, kept_tokens(formats, self._special))
 
     def rendered(self, chat: Chat, asked: Constraint | None) -> RenderedChat:
         """`asked`: for the answer's text. Raises InputError."""
+        if self._marks is not None:
+            chat = chat.marked(self._marks.mark)
         use = chat.tools
         wishes = {name: value for name, value in chat.wishes.items() if name in self._template.variables}
         settings = wishes | self._effort(chat.effort) | self._settings(chat.settings)

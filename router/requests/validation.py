@@ -23,13 +23,14 @@ from router.requests.grammar_check import GrammarChecker
 from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
-from tandem.config.spec import SamplingDefaults
+from tandem.config.spec import SamplingDefaults, SpecialTokens
 from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.text.chat_template import ChatTemplate
+from tandem.text.special_texts import encode_marked
 from tandem.text.tokenizer import Tokenizer
 from tandem.v1 import worker_pb2
 from worker.wire import sampling_frame
@@ -130,7 +131,10 @@ class ServingModel:
         if served.sampling_defaults is SamplingDefaults.CHECKPOINT:
             self._defaults = sampling_defaults(Path(served.model_dir))
         formats = formats_of(template, config.architecture, served.tool_parser, served.reasoning_parser)
-        self._chats = None if template is None else ChatModel(served.name, template, tokenizer, formats)
+        self._chats = None
+        if template is not None:
+            keeps_text = served.special_tokens_in_messages is SpecialTokens.TEXT
+            self._chats = ChatModel(served.name, template, tokenizer, formats, keeps_text=keeps_text)
         self._eos = frozenset(config.eos_token_ids)
         self._bos = config.bos_token_id
         limits = (config.max_position_tokens, served.max_model_tokens)
@@ -224,7 +228,7 @@ class ServingModel:
 
     def _chat_tokens(self, text: str, limit: int) -> tuple[int, ...]:
         self._check_chars("messages", text, limit)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(encode_marked(self.tokenizer, text))
 
     def _check_chars(self, field: str, text: str, limit: int) -> None:
         """Refuses a text that cannot fit, before all of it is tokenized. Raises ContextExceeded."""

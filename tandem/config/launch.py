@@ -16,7 +16,16 @@ from tandem.config.auth import AuthSpec
 from tandem.config.frozen import Frozen
 from tandem.config.log_format import LogFormat
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import EngineSpec, ModelSpec, Role, RouterSpec, SamplingDefaults, TlsSpec, TransferSpec
+from tandem.config.spec import (
+    EngineSpec,
+    ModelSpec,
+    Role,
+    RouterSpec,
+    SamplingDefaults,
+    SpecialTokens,
+    TlsSpec,
+    TransferSpec,
+)
 from tandem.errors import ConfigError
 
 AUTO_HOST = "auto"
@@ -92,6 +101,7 @@ class ServedModel(Frozen):
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     sampling_defaults: SamplingDefaults = SamplingDefaults.CHECKPOINT
+    special_tokens_in_messages: SpecialTokens = SpecialTokens.TEXT
 
 
 class RouterLaunch(Frozen):

@@ -163,6 +163,11 @@ class SamplingDefaults(StrEnum):
     OPENAI = "openai"
 
 
+class SpecialTokens(StrEnum):
+    TEXT = "text"
+    TOKENS = "tokens"
+
+
 class ModelSpec(Frozen):
     """One served base model and its two pools. With zero prefill workers the cluster is aggregated."""
 
@@ -185,6 +190,11 @@ class ModelSpec(Frozen):
         SamplingDefaults.CHECKPOINT,
         description="Sampling of requests that say nothing about it. checkpoint: as generation_config.json says, and "
         "otherwise OpenAI's; openai: temperature 1, top_p 1, no top_k.",
+    )
+    special_tokens_in_messages: SpecialTokens = Field(
+        SpecialTokens.TEXT,
+        description="What a message means that spells out a special token such as <|im_start|>. text: the characters; "
+        "tokens: the token, so that a message can begin a turn of its own.",
     )
 
     @model_validator(mode="after")
@@ -427,6 +437,11 @@ class RouterSpec(Frozen):
         5.0,
         description="A busy worker without progress for this time (longer during a prefill) gets no new requests, "
         "and its running requests migrate if another worker can take them.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins of web pages whose scripts may call the HTTP API, such as https://chat.example.org; "
+        "'*': any.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(4 << 20, description="Largest request body.")
     max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(

@@ -26,7 +26,7 @@ class Tokenizer:
         self._size = inner.get_vocab_size(with_added_tokens=True)
         self._words = WordCache.of(inner)
         # Whether a token means the same bytes everywhere, and the texts of tokens that are whole characters.
-        self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        self.is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._fixed: dict[int, str | None] = {}
 
     @classmethod
@@ -66,7 +66,7 @@ class Tokenizer:
 
     def fixed_text(self, token_id: int) -> str | None:
         """The text the token always adds, "" for special tokens; None if it depends on its neighbours."""
-        if not self._is_byte_level or token_id >= self._size:
+        if not self.is_byte_level or token_id >= self._size:
             return None
         try:
             return self._fixed[token_id]

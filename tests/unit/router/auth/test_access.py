@@ -79,7 +79,7 @@ def test_unlisted_routes_and_methods_require_an_admin() -> None:
     assert http_access("/new") is AccessLevel.ADMIN
     assert grpc_access("/new.Service/Method") is AccessLevel.ADMIN
     public = {path for path, access in HTTP_ACCESS.items() if access is AccessLevel.PUBLIC}
-    page = {"/dashboard", "/dashboard/", "/dashboard/static/{name}"}  # it holds no data
+    page = {"/", "/dashboard", "/dashboard/", "/dashboard/static/{name}"}  # it holds no data
     assert public == {"/health", "/ready"} | page
     methods = [method for method, access in GRPC_ACCESS.items() if access is AccessLevel.PUBLIC]
     assert {method.split("/")[1] for method in methods} == {"grpc.health.v1.Health"}
