@@ -24,6 +24,7 @@ from router.edge.http_server import HttpServer, bind
 from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
+from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
 from router.idempotency.outcomes import KeyedMetrics
 from router.idempotency.shared_answers import SharedAnswers
@@ -184,6 +185,7 @@ class RouterApp:
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
+        pauses = WritePauses()  # of both edges, which share the event loop
         self._http = HttpServer(
             HttpEdge(
                 self.service,
@@ -192,6 +194,7 @@ class RouterApp:
                 keyed=self._keyed,
                 more_routes=dashboard,
                 cors_origins=spec.cors_origins,
+                pauses=pauses,
             ).app(),
             sock,
             max_connections=connections,
@@ -216,6 +219,7 @@ class RouterApp:
             bodies=self.bodies,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
+            pauses=pauses,
             tls=tls,
             controller_socket=launch.controller_socket,
         )

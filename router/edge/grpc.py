@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -26,6 +27,7 @@ from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
 from router.edge.tls import EdgeTls
+from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
 from router.requests.answers import SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
@@ -59,10 +61,11 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 class InferenceEdge(InferenceServicer):
     """GuardedServer answers the client with the errors that the methods raise."""
 
-    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls) -> None:
+    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls, pauses: WritePauses) -> None:
         self._service = service
         self._limit = limit
         self._keyed = keyed
+        self._pauses = pauses
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
@@ -90,13 +93,16 @@ class InferenceEdge(InferenceServicer):
             try:
                 yield _started(submitted)
                 has_prompt_logprobs = False
-                while pieces := await stream.next():
+                while pieces := await stream.next_timed():
                     if not has_prompt_logprobs:
                         has_prompt_logprobs = True
                         for response in _prompt_logprobs(stream.prompt_scores):
                             yield response
-                    for piece in pieces:
-                        yield _chunk(piece) if parts is None else parts.chunk(piece, _chunk(piece))
+                    response = _chunk(pieces)
+                    yield response if parts is None else parts.chunk(response)
+                    self._pauses.wrote()
+                    if (pause_s := self._pauses.pause_s) > 0 and stream.final is None:
+                        await asyncio.sleep(pause_s)
                 if (final := stream.final) is not None:
                     finished = _finished(final)
                     if parts is not None:
@@ -221,15 +227,23 @@ def _prompt_logprobs(scores: Sequence[pb.TokenLogprobs]) -> Iterator[pb.Generate
             yield pb.GenerateResponse(chunk=pb.Chunk(prompt_logprobs=scores[at : at + tokens]))
 
 
-def _chunk(piece: TextPiece) -> pb.GenerateResponse:
-    """Filled in place, which takes a third of the time: there is one per token."""
+def _chunk(pieces: Sequence[tuple[TextPiece, float]]) -> pb.GenerateResponse:
+    """Filled in place, which takes a third of the time: there may be one per token."""
     response = pb.GenerateResponse()
     chunk = response.chunk
-    chunk.text = piece.text
-    for token in piece.tokens:
-        chunk.token_ids.append(token.token_id)
-        if token.logprob is not None:
-            chunk.logprobs.append(_logprobs(token))
+    chunk.text = pieces[0][0].text if len(pieces) == 1 else "".join([piece.text for piece, _ in pieces])
+    for piece, _ in pieces:
+        for token in piece.tokens:
+            chunk.token_ids.append(token.token_id)
+            if token.logprob is not None:
+                chunk.logprobs.append(_logprobs(token))
+    if len(chunk.token_ids) > 1:
+        end = 0
+        for piece, at_s in pieces:
+            end += len(piece.text)
+            for _ in piece.tokens:
+                chunk.text_ends.append(end)
+                chunk.after_s.append(at_s - pieces[0][1])
     return response
 
 
@@ -281,6 +295,7 @@ class GrpcServer:
         bodies: BodyBudget,
         max_connections: int,
         client_timeout_s: float,
+        pauses: WritePauses | None = None,
         tls: EdgeTls | None = None,
         controller_socket: str | None = None,
     ) -> None:
@@ -310,7 +325,7 @@ class GrpcServer:
             streams=_streams(MAX_STREAMS),
         )
         keyed_calls = KeyedCalls(keyed, service)
-        add_InferenceServicer_to_server(InferenceEdge(service, limit, keyed_calls), guarded)
+        add_InferenceServicer_to_server(InferenceEdge(service, limit, keyed_calls, pauses or WritePauses()), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit, keyed_calls), guarded)
         # With limits of their own, so that requests cannot displace probes and the controller.
         separate = guard(MAX_OPEN_CALLS, admit=traces.check)

@@ -23,7 +23,6 @@ from router.requests.chat import (
     tool_result,
 )
 from router.requests.chat_model import AnswerReading
-from router.requests.output import TextPiece
 from tandem.errors import InputError
 from tandem.request import check_length
 from tandem.v1 import inference_pb2 as pb
@@ -106,10 +105,12 @@ class ChatParts:
         self._call_id = call_id
         self._has_calls = False
 
-    def chunk(self, piece: TextPiece, response: pb.GenerateResponse) -> pb.GenerateResponse:
-        """`response`: of the piece; its text is replaced by what it is part of."""
-        response.chunk.text = ""
-        self._fill(response.chunk, self._parser.feed(piece.text) if piece.text else ())
+    def chunk(self, response: pb.GenerateResponse) -> pb.GenerateResponse:
+        """Replaces the answer's text in `response` by what it is part of."""
+        chunk, text = response.chunk, response.chunk.text
+        chunk.text = ""
+        chunk.ClearField("text_ends")
+        self._fill(chunk, self._parser.feed(text) if text else ())
         return response
 
     def rest(self) -> pb.GenerateResponse | None:

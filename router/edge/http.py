@@ -46,6 +46,7 @@ from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.edge.openapi import openapi_document
 from router.edge.sse import Connection, SseResponse, WriteBatcher
+from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
 from router.request_terms import TENANT
@@ -96,6 +97,7 @@ class HttpEdge:
         keyed: KeyedAnswers | None = None,
         more_routes: Sequence[Route] = (),
         cors_origins: Sequence[str] = (),
+        pauses: WritePauses | None = None,
     ) -> None:
         """`more_routes`: routes beside the inference API, such as the dashboard's. `cors_origins`: of web pages whose
         scripts may read answers."""
@@ -105,7 +107,7 @@ class HttpEdge:
         self._keyed = keyed or KeyedAnswers(IdempotencySpec())
         self._more_routes = more_routes
         self._cors_origins = cors_origins
-        self._batcher = WriteBatcher()
+        self._batcher = WriteBatcher(pauses)
 
     def routes(self) -> list[Route]:
         return [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from itertools import chain
@@ -21,12 +20,9 @@ from starlette.types import Receive, Scope, Send
 from router.edge.json_slices import Slices
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
+from router.edge.write_pauses import WritePauses
 from router.requests.answers import Answers, Arrival
 from tandem.errors import TandemError
-
-LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
-BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
-PAUSE_S = 0.025  # between two flushes of a busy router
 
 
 class Connection(Protocol):
@@ -51,24 +47,18 @@ class Connection(Protocol):
 
 
 class WriteBatcher:
-    """Flushes all streams that have something to write, one after the other. A busy router flushes less often: what
-    arrives for a stream in between is one write, which lets the router catch up."""
+    """Flushes all streams that have something to write, one after the other, with the router's pauses in between."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time):
-        """`busy_s`: CPU seconds of the event loop's thread."""
-        self._now_s = now_s
-        self._busy_s = busy_s
+    def __init__(self, pauses: WritePauses | None = None) -> None:
+        self._pauses = pauses or WritePauses()
         self._due: list[_StreamWriter] = []
-        self._measured_s, self._busy_then_s = now_s(), busy_s()
-        self._is_busy = False
-        self._paused_until_s = 0.0
 
     def add(self, writer: _StreamWriter) -> None:
         """`writer` has something to write."""
         if not self._due:
             loop = asyncio.get_running_loop()
-            if self._is_busy and (pause_s := self._paused_until_s - self._now_s()) > 0:
-                loop.call_later(pause_s, self._flush)
+            if (left_s := self._pauses.left_s) > 0:
+                loop.call_later(left_s, self._flush)
             else:
                 loop.call_soon(self._flush)
         self._due.append(writer)
@@ -77,12 +67,7 @@ class WriteBatcher:
         due, self._due = self._due, []
         for writer in due:
             writer.flush()
-        now_s = self._now_s()
-        self._paused_until_s = now_s + PAUSE_S
-        if now_s - self._measured_s >= LOAD_INTERVAL_S:
-            busy_s = self._busy_s()
-            self._is_busy = busy_s - self._busy_then_s >= BUSY_SHARE * (now_s - self._measured_s)
-            self._measured_s, self._busy_then_s = now_s, busy_s
+        self._pauses.wrote()
 
 
 class SseResponse(Response):

@@ -552,6 +552,8 @@ class Chunk(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    TEXT_ENDS_FIELD_NUMBER: _builtins.int
+    AFTER_S_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """may be empty while a character or a possible stop string is incomplete"""
     reasoning: _builtins.str
@@ -568,6 +570,14 @@ class Chunk(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """of a chat"""
 
+    @_builtins.property
+    def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A busy router sends several tokens at once. Then, for each token: where its text ends in text (in Unicode characters;
+        not of a chat with tools or reasoning), and when it came, in seconds since the first of them.
+        """
+
+    @_builtins.property
+    def after_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -577,10 +587,12 @@ class Chunk(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
+        text_ends: _abc.Iterable[_builtins.int] | None = ...,
+        after_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_s", b"after_s", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from router.edge.grpc import InferenceEdge
 from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
+from router.edge.write_pauses import WritePauses
 from router.service import RouterService
 from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -39,7 +40,7 @@ def test_generated_code_registers_every_method_with_a_deserializer_bound_to_its_
     recorder = Recorder()
     server = cast(grpc.aio.Server, recorder)
     add_InferenceServicer_to_server(
-        InferenceEdge(cast(RouterService, None), CallLimit(1), cast(KeyedCalls, None)), server
+        InferenceEdge(cast(RouterService, None), CallLimit(1), cast(KeyedCalls, None), WritePauses()), server
     )
     health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
     add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(("x",)), server)

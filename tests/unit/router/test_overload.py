@@ -15,6 +15,7 @@ from router.edge.grpc import InferenceEdge
 from router.edge.http import HttpEdge
 from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
+from router.edge.write_pauses import WritePauses
 from router.testing.stub_worker import until
 from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.errors import DeadlineExceeded, InputError, OverloadedError
@@ -87,7 +88,7 @@ class TestContended:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "request_id": "r"}
         with pytest.raises(OverloadedError):
             edge.completions(Request(scope, receive)).send(None)
-        call = InferenceEdge(full.app.service, CallLimit(1), cast(KeyedCalls, None))._generate(
+        call = InferenceEdge(full.app.service, CallLimit(1), cast(KeyedCalls, None), WritePauses())._generate(
             pb.GenerateRequest(prompt="Hi"), lambda name: None, None, None
         )
         with pytest.raises(OverloadedError):

@@ -12,7 +12,8 @@ import pytest
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.openai.request_schema import UsageEvents
-from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
+from router.edge.sse import SseResponse, WriteBatcher
+from router.edge.write_pauses import LOAD_INTERVAL_S, PAUSE_S, WritePauses
 from router.requests.answers import Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from tandem.errors import RequestCancelled, WorkerLost
@@ -139,7 +140,7 @@ async def test_a_client_that_is_cut_because_it_reads_too_slowly_is_told_when_it_
 
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
     now_s, busy_s = 0.0, 0.0
-    stream = Stream(WriteBatcher(lambda: now_s, lambda: busy_s))
+    stream = Stream(WriteBatcher(WritePauses(lambda: now_s, lambda: busy_s)))
     await stream.begin("a")
     now_s = busy_s = LOAD_INTERVAL_S  # busy all the time
     stream.source.put(piece("b"))
