@@ -29,6 +29,24 @@ app.add_typer(keys, name="keys")
 app.add_typer(audit, name="audit")
 app.add_typer(traces, name="trace")
 
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from tandem.version import tandem_version
+
+        typer.echo(tandem_version())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on separate workers."""
+
+
 GrpcAddress = Annotated[
     str | None,
     typer.Option("--address", help="gRPC address (HOST:PORT) of a router. Default: a cluster on this machine."),
@@ -90,6 +108,19 @@ def up(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --autoscale: show decisions, but change nothing.")
     ] = False,
+    host: Annotated[
+        str | None, typer.Option(help="Address of the HTTP and gRPC ports; 0.0.0.0 for all. Default: 127.0.0.1.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Model name in the API. Default: the last part of --model.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest context in tokens. Default: the model's own.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the cluster serves; `tandem down` stops it.")
+    ] = False,
     settings: Settings = None,
 ) -> None:
     """Start a cluster and run it until Ctrl-C. Options override the spec given with --config."""
@@ -97,9 +128,22 @@ def up(
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name, tls, autoscale, dry_run, tuple(settings or ()),
+        redis_url, disaggregation, name, tls, autoscale, dry_run, tuple(settings or ()), host, served_model_name,
+        max_model_len, dtype,
     )  # fmt: skip
+    if detach:
+        from cluster.cli.commands.background import run_detached
+
+        raise typer.Exit(run_detached(flags.source().spec.name))
     raise typer.Exit(run_up(flags))
+
+
+@app.command()
+def down(address: Address = None, cluster: ClusterName = None, tls: Tls = None) -> None:
+    """Stop a cluster: running requests end, then its processes."""
+    from cluster.cli.commands.background import run_down
+
+    raise typer.Exit(run_down(address, cluster, tls))
 
 
 @app.command()

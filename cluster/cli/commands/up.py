@@ -43,6 +43,10 @@ class UpFlags:
     autoscale: bool = False
     dry_run: bool = False
     settings: tuple[str, ...] | None = None  # KEY=VALUE; options of their own override them
+    host: str | None = None
+    served_model_name: str | None = None
+    max_model_len: int | None = None
+    dtype: str | None = None
 
     def source(self) -> SpecSource:
         """Raises ConfigError."""
@@ -66,6 +70,11 @@ class UpFlags:
             "models.0.prefill.tp": self.prefill_tp,
             "models.0.decode.tp": self.decode_tp,
             "router.replicas": self.routers,
+            "models.0.name": self.served_model_name,
+            "models.0.engine.max_model_tokens": self.max_model_len,
+            "models.0.engine.dtype": self.dtype,
+            "router.http_host": self.host,
+            "router.grpc_host": self.host,
             "router.http_port": self.http_port,
             "router.grpc_port": self.grpc_port,
             "router.disaggregation": self.disaggregation,
@@ -116,6 +125,8 @@ async def _up(source: SpecSource) -> int:
         for http_address, grpc_address in cluster.routers:
             screen.print(f"  OpenAI API  {scheme}://{http_address}/v1")
             screen.print(f"  gRPC        {grpc_address}")
+        if spec.router.dashboard:
+            screen.print(f"  dashboard   {scheme}://{cluster.http_address}/dashboard/")
         screen.print(f"  admin       {cluster.admin_address}   (tandem status)")
         logs = "here" if spec.observability.logs.target is LogTarget.STDOUT else cluster.log_dir
         screen.print(f"  logs        {logs}", markup=False, soft_wrap=True)

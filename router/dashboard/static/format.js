@@ -1,7 +1,7 @@
 // Formats numbers with three significant digits and a unit.
 
 function scaled(value, units) {
-  for (const [size, unit] of units) if (Math.abs(value) >= size) return [digits(value / size), unit];
+  for (const [size, unit, from = size] of units) if (Math.abs(value) >= from) return [digits(value / size), unit];
   const [size, unit] = units.at(-1);
   return [digits(value / size), unit];
 }
@@ -12,7 +12,7 @@ function digits(value) {
   return size >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
 
-const SECONDS = [[86400, "d"], [3600, "h"], [120, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+const SECONDS = [[86400, "d"], [3600, "h"], [60, "min", 120], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
 const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
 const COUNTS = [[1e9, "G"], [1e6, "M"], [1e4, "k"], [1, ""]];
 

@@ -39,7 +39,11 @@ Tandem = Callable[..., Done]
 @pytest.fixture
 def tandem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tandem:
     """`tandem("status", "--json")`, in this process: to import what a command needs takes seconds."""
-    for name, value in (("XDG_STATE_HOME", str(tmp_path)), ("GRPC_ENABLE_FORK_SUPPORT", ""), ("GRPC_VERBOSITY", "")):
+    for name, value in (
+        ("XDG_STATE_HOME", str(tmp_path)),
+        ("GRPC_ENABLE_FORK_SUPPORT", "false"),
+        ("GRPC_VERBOSITY", "ERROR"),
+    ):
         monkeypatch.setenv(name, value)  # the command sets those of gRPC where they are not
 
     def run(*arguments: str) -> Done:

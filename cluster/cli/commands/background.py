@@ -1,0 +1,67 @@
+"""`tandem up --detach` and `tandem down`: a cluster of this machine that no terminal keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.cli import state_file
+from cluster.cli.admin_client import Admin, find_admin
+from cluster.cli.commands.scaling import controller_at
+from cluster.cli.console import console
+from tandem.errors import UnavailableError
+from tandem.v1 import cluster_pb2
+
+POLL_S = 0.1
+STOP_S = 300.0  # drain, then the end of every process
+
+
+def run_detached(name: str) -> int:
+    """Runs the same command again, without --detach, as a process that outlives this one. Returns when it serves."""
+    folder = state_file.state_dir()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    output = folder / f"{name}.log"
+    arguments = [each for each in sys.argv[1:] if each != "--detach"]
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    while (state := state_file.read(name)) is None or state.is_starting or state.pid != process.pid:
+        if process.poll() is not None:
+            sys.stderr.write(output.read_text(errors="replace"))
+            return process.returncode or 1
+        time.sleep(POLL_S)
+    scheme = "http" if state.edge_ca is None else "https"
+    screen = console()
+    screen.print(f"[green]ready[/]: {scheme}://{state.http}/v1, gRPC {state.grpc} (process {state.pid})")
+    screen.print(f"  output      {output}", markup=False, soft_wrap=True)
+    screen.print("`tandem down` stops the cluster.", markup=False)
+    return 0
+
+
+def run_down(address: str | None, cluster: str | None, tls: Path | None) -> int:
+    """Returns when the cluster has stopped, or on another machine when it stops."""
+    state = state_file.find(cluster) if address is None else None
+    asyncio.run(_stop(find_admin(address, cluster, tls)))
+    until_s = time.monotonic() + STOP_S
+    while state is not None and state.is_alive:
+        if time.monotonic() > until_s:
+            raise UnavailableError(
+                f"the cluster {state.name!r} (process {state.pid}) still runs after {STOP_S:g} s: see its logs"
+            )
+        time.sleep(POLL_S)
+    print("stopped" if state is not None else "stopping")
+    return os.EX_OK
+
+
+async def _stop(admin: Admin) -> None:
+    async with controller_at(admin) as stub:
+        await stub.Shutdown(cluster_pb2.ShutdownRequest())

@@ -1,0 +1,51 @@
+"""`tandem up --detach`, `tandem down`, and options that other servers have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.testing.models import write_tiny_llama
+
+PORTS = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
+
+
+def tandem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+    command = [sys.executable, "-m", "cluster", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_detached_cluster_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny")
+    options = ("--served-model-name", "mine", "--max-model-len", "512", "--dtype", "float32", "--host", "127.0.0.1")
+    up = tandem(
+        tmp_path, "up", "--detach", "--backend", "subprocess", "--model", str(model), "--name", "b", *options, *PORTS
+    )
+    assert up.returncode == 0, up.stdout + up.stderr
+    url = re.search(r"http://[\d.:]+/v1", up.stdout)
+    assert url is not None
+    try:
+        card = httpx.get(f"{url[0]}/models", verify=False).json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == ("mine", 512)
+        again = ("up", "--detach", "--backend", "subprocess", "--model", str(model), "--name", "b")
+        second = tandem(tmp_path, *again, *PORTS)
+        assert second.returncode == 2
+        assert "is running" in second.stderr
+    finally:
+        down = tandem(tmp_path, "down", "--cluster", "b")
+    assert (down.returncode, down.stdout) == (0, "stopped\n"), down.stderr
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url[0]}/models", verify=False)
+    assert tandem(tmp_path, "down", "--cluster", "b").returncode == 2
+
+
+def test_the_version_is_an_option_too(tmp_path: Path) -> None:
+    assert tandem(tmp_path, "--version").stdout == tandem(tmp_path, "version").stdout
