@@ -334,3 +334,10 @@ async def test_a_picture_of_tandem_top(controller: Controller, traffic: None, tm
     local = re.sub(r"@font-face\s*\{.*?\}", "", drawn, flags=re.DOTALL)
     assert not re.search(r"url\(\s*[\"']?https?:", local)
     (Path(os.environ.get("TANDEM_SCREENSHOTS", tmp_path)) / "tandem-top.svg").write_text(local)
+
+
+async def test_durations_are_told_in_a_unit_that_fits(viewer: Viewer) -> None:
+    path = "/dashboard/static/format.js"
+    script = f"import('{path}').then(format => [0.004, 90, 119, 121, 600, 3599, 7200].map(format.seconds))"
+    told = await viewer.page.evaluate(script)
+    assert told == ["4.00 ms", "90.0 s", "119 s", "2.02 min", "10.0 min", "60.0 min", "2.00 h"]
