@@ -243,7 +243,7 @@ class ManualRouter:
             answer.logprobs.append(token.logprobs.logprob)
 
 
-async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> None:
+async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 30.0) -> None:
     """Waits until on every worker no block is leased or in use, and free and cached blocks add up to the total.
 
     Raises:
@@ -252,7 +252,13 @@ async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> 
     deadline = asyncio.get_running_loop().time() + timeout_s
     for session in sessions:
         while True:
-            load = (await session.state()).load
+            try:
+                load = (await session.state()).load
+            except grpc.aio.AioRpcError:  # its engine is being replaced, or busy
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+                continue
             blocks, host = load.blocks, load.host_blocks
             conserved = blocks.free + blocks.cached + blocks.leased + blocks.in_use == blocks.total
             conserved = conserved and host.free + host.used == host.total

@@ -81,7 +81,8 @@ async def test_calls_that_send_nothing_shut_no_other_out(cluster: Cluster, metho
     if method in (CHECK, WATCH, LIST_MODELS):
         await until(lambda: any("calls may wait for theirs" in str(each.result()) for each in ends if each.done()))
     early = [each.result() for each in ends if each.done()]
-    assert all(isinstance(error, OverloadedError | Unauthenticated) for error in early), early
+    late = DeadlineExceeded if method in (CHECK, WATCH) else OverloadedError  # a probe's message is due within 1 s
+    assert all(isinstance(error, OverloadedError | Unauthenticated | late) for error in early), early
     for call in calls:
         call.cancel()
 
