@@ -116,6 +116,7 @@ class SamplingParams:
     """How to sample tokens. `temperature` 0 is greedy; None means "no limit" for `top_k` and "none" for `logprobs`.
 
     `logit_bias` holds (token id, addend to its logit). `prompt_logprobs` is `logprobs` for the prompt's tokens.
+    `min_tokens`: stop tokens cannot be chosen before the answer has so many.
     `grammar`: what the answer has to satisfy (tandem/grammar/compiler.py).
     tandem/sampling/penalties.py defines the penalties.
 
@@ -137,11 +138,13 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     grammar: str | None = None
+    min_tokens: int = 0
 
     @property
     def changes_logits(self) -> bool:
+        """Whether the chosen token may differ from that of the model's own logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalties or self.logit_bias)
+        return bool(penalties or self.logit_bias or self.min_tokens)
 
     @classmethod
     def parse(
@@ -161,6 +164,7 @@ class SamplingParams:
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int | None = None,
         grammar: str | None = None,
+        min_tokens: int = 0,
     ) -> SamplingParams:
         """None takes the default. Raises InputError naming the field."""
         params = cls(
@@ -178,6 +182,7 @@ class SamplingParams:
             logit_bias=tuple(sorted((logit_bias or {}).items())),
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            min_tokens=min_tokens,
         )
         params._check()
         return params
@@ -189,6 +194,9 @@ class SamplingParams:
         if self.top_k is not None:
             _check_range("top_k", self.top_k, 1, 2**31 - 1)
         _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens and self.grammar is not None:
+            raise InputError("min_tokens: expected no constraint beside it; leave one of them out", field="min_tokens")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _check_range(name, count, 0, MAX_LOGPROBS)

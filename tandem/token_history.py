@@ -27,6 +27,10 @@ class TokenHistory:
         ids = np.fromiter(self._answer, dtype=np.int64, count=size)
         return ids, np.fromiter(self._answer.values(), dtype=np.int64, count=size)
 
+    @property
+    def answer_tokens(self) -> int:
+        return sum(self._answer.values())
+
     def seen(self) -> Ids:
         """Tokens of prompt and output; a token in both appears twice."""
         return np.concatenate([self.prompt, self.answer()[0]])

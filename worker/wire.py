@@ -12,7 +12,7 @@ from tandem.request import FinishReason, SamplingParams
 from tandem.rpc.versions import Versions
 from tandem.v1 import inference_pb2, worker_pb2
 
-PROTOCOL_VERSION = 4  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume; 4: grammar
+PROTOCOL_VERSION = 4  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume; 4: grammar, min_tokens
 VERSIONS = Versions(PROTOCOL_VERSION, oldest_protocol=3)
 GRAMMAR_SINCE = 4
 BEFORE_RANGES = 3  # of workers whose registration names no version
@@ -40,6 +40,7 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
         logit_bias=wire.logit_bias,
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
         grammar=wire.grammar if wire.HasField("grammar") else None,
+        min_tokens=wire.min_tokens,
     )
 
 
@@ -58,6 +59,7 @@ def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
         repetition_penalty=sampling.repetition_penalty,
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=sampling.grammar,
+        min_tokens=sampling.min_tokens,
     )
     if sampling.logit_bias:  # even an empty map would cost as much as all other fields together
         wire.logit_bias.update(sampling.logit_bias)

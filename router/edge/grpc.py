@@ -204,6 +204,7 @@ def _sampling(given: pb.SamplingParams, constraint: Constraint | None) -> RawSam
         stop_token_ids=tuple(given.stop_token_ids),
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         ignore_eos=given.ignore_eos,
+        min_tokens=given.min_tokens,
         presence_penalty=given.presence_penalty if given.HasField("presence_penalty") else None,
         frequency_penalty=given.frequency_penalty if given.HasField("frequency_penalty") else None,
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,

@@ -62,7 +62,9 @@ class RunOnLinks:
             self._leave(link, frame)
         else:
             if isinstance(frame, act.Opening):
-                if not link.ready or (self._request.sampling.grammar is not None and not link.takes_grammars):
+                sampling = self._request.sampling
+                is_new = sampling.grammar is not None or sampling.min_tokens > 0
+                if not link.ready or (is_new and not link.takes_grammars):
                     return None
                 link.attach(frame.wire_id, self)
             link.send(self._message(frame))

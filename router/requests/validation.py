@@ -71,6 +71,7 @@ class RawSampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +302,17 @@ class ServingModel:
                 f"{room}, got {shown(raw.max_tokens)}; lower max_tokens or leave it out",
                 field="max_tokens",
             )
+        max_tokens = room if raw.max_tokens is None else min(raw.max_tokens, room)
+        if raw.min_tokens > max_tokens:
+            raise InputError(
+                f"min_tokens: expected at most max_tokens ({max_tokens}), got {shown(raw.min_tokens)}",
+                field="min_tokens",
+            )
         default = self._defaults
         return SamplingParams.parse(
             # Drawn by the router, so that any worker can repeat the sampling.
             seed=secrets.randbits(63) if raw.seed is None else raw.seed,
-            max_tokens=room if raw.max_tokens is None else min(raw.max_tokens, room),
+            max_tokens=max_tokens,
             temperature=default.temperature if raw.temperature is None else raw.temperature,
             top_p=default.top_p if raw.top_p is None else raw.top_p,
             top_k=default.top_k if raw.top_k is None else raw.top_k,
@@ -318,6 +325,7 @@ class ServingModel:
             logit_bias=dict(raw.logit_bias),
             prompt_logprobs=raw.prompt_logprobs,
             grammar=None if constraint is None else constraint.grammar,
+            min_tokens=raw.min_tokens,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:

@@ -105,7 +105,7 @@ class WorkerLink:
         self._stalled: list[RequestSink] = []  # taken off since the last progress
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._takes_batches = False  # several frames per message; older workers do not support it
-        self.takes_grammars = False  # likewise
+        self.takes_grammars = False  # likewise; and `min_tokens`
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

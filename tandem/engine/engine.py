@@ -583,7 +583,9 @@ def _penalties(sequence: Sequence) -> Penalties:
     params, adds_last = sequence.sampling, sequence.generated > 0
     history = sequence.history(len(sequence.tokens) - adds_last)
     answer, counts = history.answer()
-    biased = np.array(params.logit_bias, dtype=np.float64).reshape(-1, 2)
+    forbidden = params.stop_token_ids if counts.sum() + adds_last < params.min_tokens else frozenset()
+    biases = [(token, bias) for token, bias in params.logit_bias if token not in forbidden]
+    biased = np.array([*biases, *((token, -np.inf) for token in sorted(forbidden))], dtype=np.float64).reshape(-1, 2)
     return Penalties(
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,

@@ -5,7 +5,8 @@ In this order, for a token that occurs `count` times in the output so far (witho
 1. repetition penalty r (Keskar et al. 2019, arXiv:1909.05858), for every token of prompt or output: a positive logit is
    divided by r, another one multiplied by it;
 2. OpenAI's penalties: logit - count · frequency_penalty - (1 if count else 0) · presence_penalty;
-3. logit_bias, added.
+3. logit_bias, added;
+4. min_tokens: stop tokens cannot be chosen while the output is shorter.
 """
 
 from __future__ import annotations
@@ -32,4 +33,6 @@ def penalised_logits(logits: Row, params: SamplingParams, history: TokenHistory)
     if params.logit_bias:
         biases = np.asarray([bias for _, bias in params.logit_bias], dtype=np.float32)
         row[[token for token, _ in params.logit_bias]] += biases
+    if history.answer_tokens < params.min_tokens:
+        row[sorted(params.stop_token_ids)] = -np.inf
     return row

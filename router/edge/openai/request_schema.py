@@ -131,6 +131,9 @@ class _GenerationRequest(ConstraintFields):
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Stop tokens end the answer only once it has so many tokens. Stop strings always do."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -178,6 +181,7 @@ class _GenerationRequest(ConstraintFields):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,

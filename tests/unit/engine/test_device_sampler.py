@@ -141,6 +141,8 @@ def random_params(draw: random.Random, number: int) -> SamplingParams:
         frequency_penalty=draw.choice((0.0, 0.7, -0.4)),
         repetition_penalty=draw.choice((1.0, 1.3, 0.8)),
         logit_bias=draw.choice(((), ((5, -100.0), (900, 2.5)))),
+        stop_token_ids=frozenset(range(0, VOCAB, 2)) | {5},
+        min_tokens=draw.choice((0, 1, 5, 14)),
     )
 
 

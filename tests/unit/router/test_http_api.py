@@ -391,3 +391,14 @@ async def test_not_ready_without_a_decode_worker(bare: Cluster) -> None:
 async def test_wrong_path_and_method_answer_with_an_error_object(cluster: Cluster) -> None:
     assert (await cluster.http.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
     assert (await cluster.http.get("/v1/completions")).status_code == 405
+
+
+async def test_min_tokens_reaches_the_workers_within_its_bounds(cluster: Cluster) -> None:
+    await cluster.openai.completions.create(model=MODEL, prompt="a", max_tokens=5, extra_body={"min_tokens": 5})
+    [work] = cluster.decode.works.values()
+    assert work.sampling.min_tokens == 5
+    for wrong in ({"min_tokens": 6}, {"min_tokens": -1}, {"min_tokens": 1, "response_format": {"type": "json_object"}}):
+        reply = await cluster.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 5} | wrong
+        )
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "min_tokens")
