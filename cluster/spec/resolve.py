@@ -31,6 +31,7 @@ from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, Po
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.telemetry.audit import check_audit_log
 from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import TOKENIZER_FILE, missing_tokenizer
 from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
@@ -53,6 +54,8 @@ class ResolvedModel:
     def load(cls, spec: ModelSpec, folder: Path, fingerprint: str) -> ResolvedModel:
         """Raises CheckpointError for files that cannot be used, ConfigError for an unknown parser."""
         config = ModelConfig.load(folder)
+        if not (folder / TOKENIZER_FILE).is_file():  # routers need it: here it fails before anything starts
+            raise missing_tokenizer(folder / TOKENIZER_FILE)
         template = ChatTemplate.load(folder)
         formats = formats_of(template, config.architecture, spec.tool_parser, spec.reasoning_parser)
         return cls(spec, folder, config, fingerprint, formats)

@@ -10,7 +10,16 @@ import tokenizers
 from tandem.errors import CheckpointError, InputError
 from tandem.text.tokenizer_words import WordCache
 
+TOKENIZER_FILE = "tokenizer.json"
 MAX_FILE_BYTES = 256 << 20
+
+
+def missing_tokenizer(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: expected a tokenizer file, found none; the model's page has it, or `AutoTokenizer.from_pretrained("
+        "FOLDER).save_pretrained(FOLDER)` of transformers writes it",
+        field="model",
+    )
 
 
 class Tokenizer:
@@ -32,9 +41,9 @@ class Tokenizer:
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
         """Raises CheckpointError naming the file."""
-        path = model_dir / "tokenizer.json"
+        path = model_dir / TOKENIZER_FILE
         if not path.is_file():
-            raise CheckpointError(f"{path}: expected a tokenizer file, found none", field="model")
+            raise missing_tokenizer(path)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CheckpointError(f"{path}: expected at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
         try:

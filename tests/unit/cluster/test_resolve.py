@@ -255,3 +255,19 @@ def test_free_ports_are_none_that_the_system_gives_to_connections(host: str) -> 
     assert len(set(ports)) == 3
     assert max(ports) < lowest
     assert all(port_is_free(host, port) for port in ports)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_with_the_remedy(make_spec: MakeSpec, tmp_path: Path) -> None:
+    (tmp_path / "tiny" / "tokenizer.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: expected a tokenizer file, found none; .*save_pretrained"
+    ):
+        resolve(make_spec(), quiet)
+
+
+@pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_the_names(make_spec: MakeSpec, tmp_path: Path, setting: str) -> None:
+    model = {"source": str(tmp_path / "tiny"), "engine": {"kv_blocks": 32}, setting: "own"}
+    spec = make_spec().model_copy(update={"models": (ModelSpec.model_validate(model),)})
+    with pytest.raises(ConfigError, match=rf"{setting}: expected one of .*, got 'own'"):
+        resolve(spec, quiet)
