@@ -9,7 +9,7 @@ from typing import Any
 
 from router.model_formats.grammar import Mode, Schema
 from tandem.errors import InputError
-from tandem.grammar.constraint import json_schema
+from tandem.grammar.constraint import any_schema
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -59,7 +59,7 @@ class Tool:
     def parse(cls, name: str, schema: object, description: str | None, *, is_strict: bool, where: str) -> Tool:
         """`schema` None: no arguments. Raises InputError."""
         schema = {"type": "object", "properties": {}} if schema is None else schema
-        json_schema(schema, where)  # its depth and size
+        any_schema(schema, where)
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise InputError(f"{where}: expected the JSON Schema of an object (`type: object`)", field=where)
         return cls(name, schema, description, is_strict, where)

@@ -21,11 +21,12 @@ class GrammarChecker:
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._load = load
         self._compiler: GrammarCompiler | None = None
-        self._kept: OrderedDict[tuple[str, bytes], InputError | None] = OrderedDict()  # by tenant and grammar
+        self._kept: OrderedDict[tuple[str, bytes], InputError | None] = OrderedDict()  # by tenant, grammar and fields
 
     async def check(self, constraint: Constraint, threads: ParseThreads, tenant: str) -> None:
         """Raises InputError with the field, and with the JSON pointer of an unsupported keyword."""
-        key = (tenant, blake2b(constraint.grammar.encode(), digest_size=16).digest())
+        said_of = "\0".join([constraint.grammar, constraint.field, *(part.field for part in constraint.parts)])
+        key = (tenant, blake2b(said_of.encode(), digest_size=16).digest())
         if key not in self._kept:
             cost = _COST * len(constraint.grammar)
             self._kept[key] = await threads.run(tenant, cost, lambda: self._fault(constraint))
@@ -33,7 +34,7 @@ class GrammarChecker:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         if (fault := self._kept[key]) is not None:
-            raise constraint.located(fault.message)
+            raise type(fault)(fault.message, field=fault.field)
 
     def _fault(self, constraint: Constraint) -> InputError | None:
         """In a thread."""
@@ -42,5 +43,5 @@ class GrammarChecker:
         try:
             self._compiler.compile(constraint.grammar)
         except InputError as error:
-            return error
+            return constraint.located(error.message)
         return None

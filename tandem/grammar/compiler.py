@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tandem.errors import CheckpointError, InputError
 from tandem.grammar.constraint import MAX_GRAMMAR_BYTES
+from tandem.grammar.schema_keywords import first_line
 
 Allowed = NDArray[np.bool_]  # [vocab_size]
 
@@ -72,7 +73,7 @@ class Matcher:
 
     def _raise(self) -> None:
         raise InputError(
-            f"grammar: {_first_line(self._inner.get_error())} ({self._inner.stop_reason()}); use a simpler one",
+            f"grammar: {first_line(self._inner.get_error())} ({self._inner.stop_reason()}); use a simpler one",
             field="grammar",
         )
 
@@ -102,11 +103,7 @@ class GrammarCompiler:
             raise InputError(f"grammar: expected at most {MAX_GRAMMAR_BYTES} bytes", field="grammar")
         inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if inner.is_error():
-            raise InputError(f"grammar: {_first_line(inner.get_error())}", field="grammar")
+            raise InputError(f"grammar: {first_line(inner.get_error())}", field="grammar")
         matcher = Matcher(inner, self._vocab_size, self._eos)
         matcher.copy().allowed(self._eos)  # nothing may satisfy it, or the vocabulary cannot write what would
         return matcher
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else "no reason was given"

@@ -6,26 +6,18 @@ Grammars are texts of llguidance: JSON that holds a JSON Schema or Lark. The rou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.errors import InputError, UnsupportedField
+from tandem.grammar.schema_keywords import Keyword, cause, grammar_of, unkept
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of what a client sends
 MAX_DEPTH = 32  # of a schema
 MAX_CHOICES = 1024
-# Keywords whose value is one schema, a list of them, or an object of them.
-_ONE = frozenset(
-    [
-        "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
-        "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-    ]
-)  # fmt: skip
-_MANY = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
-_NAMED = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
 _OPTIONS = "x-guidance"  # the library's own keyword: it could turn checks off
 # One space after `,` and `:`, and no other white space, which a model could write without end.
 _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -44,20 +36,22 @@ class Constraint:
     def located(self, reason: str) -> InputError:
         """The error for a grammar that cannot be used; for an unsupported keyword of a schema with its JSON pointer."""
         reason = reason.removeprefix("grammar: ")
-        keywords = _unimplemented(reason)
         for part in self.parts or (self,):
-            for pointer, keyword in _keywords(part.schema, ""):
-                if keyword in keywords:
-                    where = f"{pointer}/{_escaped(keyword)}"
-                    return UnsupportedField(
-                        f"{part.field}: {where}: the keyword {keyword[:40]!r} is not supported; leave it out",
-                        field=part.field,
-                    )
+            if found := cause(part.schema, reason):
+                return _unsupported(part.field, *found)
         return InputError(f"{self.field}: expected a grammar that can be used: {reason}", field=self.field)
 
 
 def json_schema(schema: object, field: str) -> Constraint:
-    """`schema`: parsed JSON. Raises InputError."""
+    """`schema`: parsed JSON. Raises InputError, also for a keyword that would not be kept."""
+    constraint = any_schema(schema, field)
+    if found := unkept(schema):
+        raise _unsupported(field, *found)
+    return constraint
+
+
+def any_schema(schema: object, field: str) -> Constraint:
+    """As `json_schema`, of one that need not be kept: checks its kind, depth and size."""
     if not isinstance(schema, dict | bool):
         raise InputError(f"{field}: expected a JSON Schema (an object or a boolean), got {_kind(schema)}", field=field)
     if isinstance(schema, dict):
@@ -65,7 +59,7 @@ def json_schema(schema: object, field: str) -> Constraint:
             raise UnsupportedField(f"{field}: /{_OPTIONS}: this keyword is not supported; leave it out", field=field)
         _check_depth(schema, field)
         schema = {**schema, _OPTIONS: _COMPACT}
-    return _limited(Constraint(field, json.dumps({"grammars": [{"json_schema": schema}]}), schema))
+    return _limited(Constraint(field, grammar_of(schema), schema))
 
 
 def json_schema_text(text: str, field: str) -> Constraint:
@@ -117,6 +111,13 @@ def joined(start: str, parts: Sequence[Constraint], field: str, answer: Constrai
     return _limited(Constraint(field, json.dumps({"grammars": grammars}), parts=tuple(parts)))
 
 
+def _unsupported(field: str, keyword: Keyword, reason: str) -> UnsupportedField:
+    where = f"{field}: {keyword.pointer}: "
+    if not reason:
+        return UnsupportedField(f"{where}the keyword {keyword.name[:40]!r} is not supported; leave it out", field=field)
+    return UnsupportedField(f"{where}this use is not supported: {reason}", field=field)
+
+
 def _limited(constraint: Constraint) -> Constraint:
     if (size := len(constraint.grammar.encode())) > MAX_GRAMMAR_BYTES:
         field = constraint.field
@@ -138,36 +139,6 @@ def _check_depth(schema: object, field: str) -> None:
 def _inner(value: object) -> list[object]:
     found = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [each for each in found if isinstance(each, dict | list)]
-
-
-def _keywords(schema: object, pointer: str) -> Iterator[tuple[str, str]]:
-    """(JSON pointer of a schema, keyword in it), for a schema and those in it."""
-    if not isinstance(schema, dict):
-        return
-    for keyword, value in schema.items():
-        yield pointer, keyword
-        inner = f"{pointer}/{_escaped(keyword)}"
-        if keyword in _ONE:
-            yield from _keywords(value, inner)
-        if keyword in _MANY and isinstance(value, list):
-            for number, each in enumerate(value):
-                yield from _keywords(each, f"{inner}/{number}")
-        if keyword in _NAMED and isinstance(value, dict):
-            for name, each in value.items():
-                yield from _keywords(each, f"{inner}/{_escaped(name)}")
-
-
-def _unimplemented(reason: str) -> frozenset[str]:
-    """The keywords that llguidance names."""
-    _, found, names = reason.partition("Unimplemented keys: ")
-    try:
-        return frozenset(json.loads(names)) if found else frozenset()
-    except ValueError:
-        return frozenset()
-
-
-def _escaped(key: str) -> str:
-    return key[:80].replace("~", "~0").replace("/", "~1")
 
 
 def _kind(value: object) -> str:
