@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,11 @@ import jsonschema
 import numpy as np
 
 from benchmarks.handoff_figures import Figure
+from router.model_formats.events import CallEnded
+from router.model_formats.parser import AnswerParser
+from router.model_formats.reasoning import REASONINGS
+from router.model_formats.registry import TOOL_FORMATS, Formats
+from router.testing.call_writers import WRITERS
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import pull
 from tandem.config.spec import DEMO_MODEL
@@ -56,7 +62,25 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags", "kind"],
     "additionalProperties": False,
 }
-TEXT: dict[str, Any] = {"type": "string", "minLength": 2000, "maxLength": 4000}  # never ends while it is measured
+LONG_TEXT: dict[str, Any] = {"type": "string", "minLength": 2000, "maxLength": 4000}  # never ends while it is measured
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "write_file": {"type": "object", "properties": {"content": {"type": "string"}}},
+    "find": {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "at": {"type": "object", "properties": {"lat": {"type": "number"}, "exact": {"type": "boolean"}}},
+        },
+    },
+}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("write_file", {"content": 'def f(x):\n    return {"a": [x], "b": x < 3}\n' * 20}),
+    ("find", {"tags": ["a", "b c"] * 20, "at": {"lat": 41.9, "exact": True}}),
+] * 4
+TEXT = "The answer (with {braces}, [lists] and <b>marks</b>) goes on: 3 < 4, and so it does.\n" * 40
+TOKEN_CHARS = 4
+OWN_MARKS = {"gemma4": "gemma4", "granite": "granite", "kimi_k2": "kimi_k2", "mistral_args": "mistral"}  # of reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +164,41 @@ def _percentile(values: list[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
+def measure_parser() -> Iterator[Figure]:
+    """CPU time for each token of an answer with reasoning, text and calls, in the format that takes most."""
+    costs = {format: _parse_us(format) for format in TOOL_FORMATS}
+    worst = max(costs, key=costs.__getitem__)
+    print(f"structured.parse_us_per_token: the worst format is {worst}", file=sys.stderr)
+    yield Figure("structured.parse_us_per_token", costs[worst], "us", 5.0)
+
+
+def _parse_us(format: str) -> float:
+    """Of the fastest of five readings."""
+    formats, answer = _answer_of(format)
+    tokens = [answer[start : start + TOKEN_CHARS] for start in range(0, len(answer), TOKEN_CHARS)]
+    took_s: list[float] = []
+    for _ in range(5):
+        parser = AnswerParser(formats, TOOLS)
+        began_s = time.process_time()
+        events = [event for token in tokens for event in parser.feed(token)] + parser.finish()
+        took_s.append(time.process_time() - began_s)
+        ended = sum(isinstance(event, CallEnded) for event in events)
+        if ended != len(CALLS):
+            raise RuntimeError(f"{format}: expected {len(CALLS)} calls, found {ended}")
+    return 1e6 * min(took_s) / len(tokens)
+
+
+def _answer_of(format: str) -> tuple[Formats, str]:
+    calls = WRITERS[format](CALLS)
+    tools = TOOL_FORMATS[format]
+    if format == "harmony":
+        parts = [f"<|channel|>{channel}<|message|>{TEXT}<|end|>" for channel in ("analysis", "commentary")]
+        return Formats(tools), "<|start|>assistant".join([*parts, calls])
+    reasoning = REASONINGS[OWN_MARKS.get(format, "deepseek_r1")]
+    text = "" if tools.is_bare else TEXT
+    return Formats(tools, reasoning), f"{reasoning.begin}\n{TEXT}\n{reasoning.end}\n{text}{calls}"
+
+
 def measure_engine(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     """`tpot_ratio_b32`: steps of constrained rows against steps of free ones, in turns. `forced_speedup`: an answer
     against itself with its forced tokens taken one by one. `valid_share`: of answers that ended by themselves."""
@@ -148,7 +207,7 @@ def measure_engine(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
             model_dir, Path(folder) / "rendezvous", kv_blocks=4000, threads_per_rank=2, max_running_requests=64
         )
         free = SamplingParams(temperature=0.7, seed=1, max_tokens=sizes.steps + 50)
-        bound = replace(free, grammar=_grammar(TEXT))
+        bound = replace(free, grammar=_grammar(LONG_TEXT))
         pairs = [(_step_ms(rank, free, sizes), _step_ms(rank, bound, sizes)) for _ in range(sizes.runs)]
         plain, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
         yield Figure("structured.tpot_ratio_b32", ours, "ms", plain, ours / plain)
@@ -219,7 +278,7 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", choices=["masks", "engine"])
+    parser.add_argument("--figure", choices=["masks", "parser", "engine"])
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args()
     sizes = QUICK if given.quick else Sizes()
@@ -228,6 +287,7 @@ def main() -> None:
     compiler = GrammarCompiler.load(model_dir, config.vocab_size, sorted(config.eos_token_ids))
     figures: dict[str, Callable[[], Iterator[Figure]]] = {
         "masks": lambda: measure_masks(compiler, sizes),
+        "parser": measure_parser,
         "engine": lambda: measure_engine(model_dir, sizes),
     }
     for name, measure in figures.items():

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from router.model_formats.reader import Give, Markers, Reader, Steps
 
@@ -159,11 +160,16 @@ def _digits(reader: Reader, size: int) -> Steps[str]:
 
 def _marked_string(reader: Reader, give: Give, mark: str) -> Steps[bool]:
     give('"')
-    if not (yield from reader.until(Markers(mark), lambda text: give(json.dumps(text, ensure_ascii=False)[1:-1]))):
+    if not (yield from reader.until(_marker(mark), lambda text: give(json.dumps(text, ensure_ascii=False)[1:-1]))):
         return False
     reader.position += len(mark)
     give('"')
     return True
+
+
+@cache
+def _marker(mark: str) -> Markers:
+    return Markers(mark)
 
 
 def _members(reader: Reader, give: Give, dialect: Dialect, depth: int) -> Steps[bool]:

@@ -20,6 +20,7 @@ def test_every_figure_is_one_line(figures: Figures) -> None:
         "compile_p99_ms": "ms",
         "mask_p50_us": "us",
         "mask_p99_us": "us",
+        "parse_us_per_token": "us",
         "tpot_ratio_b32": "ms",
         "forced_speedup": "s",
         "valid_share": "share",

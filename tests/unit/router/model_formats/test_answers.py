@@ -14,7 +14,8 @@ from router.model_formats.parser import AnswerParser
 from router.model_formats.reader import MAX_HELD_CHARS
 from router.model_formats.registry import TOOL_FORMATS, Formats
 from router.model_formats.shapes.xml_calls import MAX_VALUE_CHARS
-from tests.unit.router.model_formats.answers import ANSWERS, TOOLS, WRITERS, Answer, chunked, merged, parse, parts
+from router.testing.call_writers import WRITERS
+from tests.unit.router.model_formats.answers import ANSWERS, TOOLS, Answer, chunked, merged, parse, parts
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 CHUNKINGS = 100_000 // len(ANSWERS) + 1 if SOAK else 300  # of each answer

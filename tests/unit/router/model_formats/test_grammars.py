@@ -12,12 +12,13 @@ from router.model_formats.grammar import Mode
 from router.model_formats.parser import grammar
 from router.model_formats.reasoning import REASONINGS
 from router.model_formats.registry import TOOL_FORMATS, Formats
+from router.testing.call_writers import WRITERS
 from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import lark
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
-from tests.unit.router.model_formats.answers import NESTED, NOW, PARIS, TOOLS, WRITERS, Call, parse, parts
+from tests.unit.router.model_formats.answers import NESTED, NOW, PARIS, TOOLS, Call, parse, parts
 
 VOCAB = 300
 EOS = 2
