@@ -15,7 +15,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-structured bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy clients soak bench-handoff bench-router bench-engine bench-structured bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
 	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
 	$(PYTEST) -m system $(ARGS)
+
+clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
+	@PYTHON=$(BIN)/python scripts/clients.sh $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
 	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" --timeout=14400 $(ARGS)

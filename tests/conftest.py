@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+collect_ignore = ["clients"]  # in an environment of their own: make clients
 WHOLE = {"e2e", "system"}  # folders whose tests share one cluster, or a port that a reader would use
 ROOT = Path(__file__).parent
 CLEAR = 1e-3  # by how much a best logit must lead for an fp32 test to rest on it
