@@ -75,13 +75,13 @@ class ToolCall(StrictModel):
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool | None) -> ToolUse | None:
-    """None without tools. Raises InputError."""
+    """None without tools. A tool by its name is called exactly once, as in the OpenAI API. Raises InputError."""
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
             raise InputError("tool_choice: expected tools beside it, got none", field="tool_choice")
         return None
     mode, only = _chosen(choice)
-    return ToolUse.parse(tools, mode, only, is_parallel is not False)
+    return ToolUse.parse(tools, mode, only, is_parallel is not False and not isinstance(choice, NamedTool))
 
 
 def _chosen(choice: ToolChoice | None) -> tuple[Mode | None, list[str] | None]:

@@ -177,6 +177,22 @@ async def test_a_named_tool_is_the_only_one_that_may_be_called(cluster: Cluster)
     assert choice.message.tool_calls is None
 
 
+async def test_a_named_tool_is_called_once(cluster: Cluster) -> None:
+    """Else a small model goes on calling it until the context ends."""
+
+    async def grammar(**fields: Any) -> str:
+        says(cluster, "x")
+        await chat(cluster, **fields)
+        return str(work(cluster).sampling.grammar)
+
+    name = {"type": "function", "function": {"name": "get_time"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
+    once = await grammar(tool_choice=allowed, parallel_tool_calls=False)
+    assert await grammar(tool_choice=allowed) != once
+    for fields in ({}, {"parallel_tool_calls": True}):
+        assert await grammar(tool_choice=name, **fields) == once
+
+
 async def test_none_forbids_calls_and_still_describes_the_tools(cluster: Cluster) -> None:
     says(cluster, CALL)
     choice = await chat(cluster, tool_choice="none")
