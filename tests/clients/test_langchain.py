@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.clients.conftest import Server
 
 
-@tool
+@tool  # type: ignore[untyped-decorator, unused-ignore]
 def get_weather(city: str) -> str:
     """Weather of a city"""
     return f"{city}: sunny, 20 degrees."

@@ -53,7 +53,7 @@ def test_agent_of_three_turns(model: Any) -> None:
     agent = Agent(model, model_settings=settings)
     asked: list[str] = []
 
-    @agent.tool_plain
+    @agent.tool_plain  # type: ignore[untyped-decorator, unused-ignore]
     def get_weather(city: str) -> str:
         """Weather of a city"""
         asked.append(city)
