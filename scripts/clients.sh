@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the clients of `make clients` in .cache/clients, then runs tests/clients there. Arguments go to pytest.
-# OpenAI's own client has a folder for each major version; Node's client needs node and npm, and without them its test fails.
+# OpenAI's own client has a folder for each major version; Node's client needs npm; without it its test is skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -14,7 +14,7 @@ if ! [ "$clients/.stamp" -nt scripts/clients-requirements.txt ] || ! [ "$clients
   for version in 1.109.1 2.54.0 3.57.0; do
     "${pip[@]}" --no-deps --target "$clients/openai-${version%%.*}" "openai==$version"
   done
-  npm install --silent --no-audit --no-fund --prefix "$clients/node" openai@7.57.0
+  if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix "$clients/node" openai@7.57.0; fi
   touch "$clients/.stamp"
 fi
 

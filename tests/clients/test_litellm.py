@@ -70,5 +70,5 @@ def test_text_completion(asked: dict[str, Any]) -> None:
 
 
 def test_responses(asked: dict[str, Any]) -> None:
-    answer = litellm.responses(input=FRANCE, **asked)
+    answer = litellm.responses(input=FRANCE, api_base=asked["base_url"], **asked)
     assert answer.output[-1].content[0].text == PARIS
