@@ -61,7 +61,8 @@ def running(cluster: Cluster) -> dict[str, Any]:
         each["id"]: (each["epoch"], each["restarts"], {p["name"]: p["pid"] for p in each["processes"]})
         for each in status["workers"]
     }
-    return {"workers": workers, "routers": status["routers"], "processes": status["processes"]}
+    routers = [{key: value for key, value in each.items() if key != "state"} for each in status["routers"]]
+    return {"workers": workers, "routers": routers, "processes": status["processes"]}  # a busy one may be late
 
 
 async def test_a_killed_controller_costs_no_answer_and_the_next_takes_over_every_process(cluster: Cluster) -> None:

@@ -75,7 +75,7 @@ async def test_one_that_hangs_engines_is_quarantined_after_two_which_end(
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     prompts = [random_prompt(60 + 40 * number, VOCAB, number) for number in range(3)]
     router = RouterSpec(worker_stall_s=0.5, http_port=0, grpc_port=0)
-    engine = ENGINE.model_copy(update={"hang_timeout_s": 12.0})  # more than a busy machine takes from the third worker
+    engine = ENGINE.model_copy(update={"hang_timeout_s": 20.0})  # more than a busy machine takes from the third worker
     async with routed(model_dir, prefill=0, decode=3, engine=engine, router=router, rank_module=FAILING_RANK) as live:
         service, fleet = live.app.service, live.app.dispatcher.fleet
         asked = [Asked(service, prompt, GREEDY) for prompt in prompts]
