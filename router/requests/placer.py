@@ -104,6 +104,11 @@ class Placer:
 
         Workers that refused or failed it are avoided while others can take it. Changes `run.excluded` alone.
         """
+        if run.stays_when_stalled and (apart := self._workers_of_suspects()):
+            # Beside the request that stops workers, another would be taken for it at the second death.
+            outcome = self.decide(run, apart)
+            if isinstance(outcome, Placement):
+                return outcome
         outcome = self.decide(run)
         if isinstance(outcome, Placement):
             return outcome
@@ -117,11 +122,16 @@ class Placer:
             outcome = self.decide(run)
         return outcome
 
-    def decide(self, run: RequestRun) -> Placement | WaitReason:
-        """The policy's choice now. Changes nothing."""
+    def _workers_of_suspects(self) -> frozenset[str]:
+        """Of the running requests that were computed by a worker that died or stalled."""
+        runs = [each for each in self._charges if each.stays_when_stalled]
+        return frozenset(key.worker_id for each in runs for key in (each.prefill, each.decode) if key is not None)
+
+    def decide(self, run: RequestRun, avoided: frozenset[str] = frozenset()) -> Placement | WaitReason:
+        """The policy's choice now, without the workers `avoided`. Changes nothing."""
         request, fleet = run.request, self._fleet
         cached = self._in_flight.credit(self._index.match(request.block_hashes), request.block_hashes)
-        query = self._query(run)
+        query = self._query(run, avoided)
         decode = self._fitting(run, fleet.candidates(request.model, Role.DECODE, cached, request.block_tokens))
         prefill = self._fitting(run, fleet.candidates(request.model, Role.PREFILL, cached, request.block_tokens))
         outcome = self._policy.place(query, decode, prefill)
@@ -256,11 +266,11 @@ class Placer:
             return KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0)
         return ContextExceeded(f"prompt: {limit}", field="prompt")
 
-    def _query(self, run: RequestRun) -> PlacementQuery:
+    def _query(self, run: RequestRun, avoided: frozenset[str] = frozenset()) -> PlacementQuery:
         request = run.request
         left = request.sampling.max_tokens - run.answer_tokens
         expected = min(left, self._fleet.answer_tokens(request.model))
-        return PlacementQuery(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
+        return PlacementQuery(run.prefill_tokens, run.excluded | avoided, expected, request.session, self._placed)
 
 
 def blocks_needed(run: RequestRun) -> int:
