@@ -182,6 +182,10 @@ class LiveWorker:
         """Whether rank 0, the leader, runs. Without it the worker is lost."""
         return self.ranks[0].poll() is None
 
+    @property
+    def can_answer(self) -> bool:
+        return self.is_alive and self.service.poll() is None
+
     def processes(self) -> list[Process]:
         return [*self.ranks, *self.agents, self.service]
 

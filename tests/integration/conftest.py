@@ -83,7 +83,7 @@ def routed(short_folder: Path, forks: ForkServer) -> StartRouted:
                 yield Routed(app, running)
                 async with AsyncExitStack() as sessions:
                     infos = running.directory.workers.values()  # of each worker's last life
-                    alive = [info for info in infos if running.live[info.worker_id].is_alive]
+                    alive = [info for info in infos if running.live[info.worker_id].can_answer]
                     await assert_conserved(
                         *[await sessions.enter_async_context(open_session(info.address)) for info in alive]
                     )
