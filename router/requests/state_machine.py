@@ -407,6 +407,11 @@ class RequestRun:
         """It may be what stops workers: it does not get to a third before the first is heard of."""
         return bool(self._suspects or self._deaths)
 
+    @property
+    def awaits_suspects(self) -> bool:
+        """One worker died with it and another has stalled: the third has to wait for what becomes of that one."""
+        return len(self._deaths) + len(self._suspects) >= MAX_DEATHS
+
     def _on_worker_stalled(self, event: ev.WorkerStalled) -> None:
         if event.worker in self._computing():
             self._suspects.add(event.worker)
