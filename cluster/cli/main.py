@@ -134,7 +134,7 @@ def up(
     if detach:
         from cluster.cli.commands.background import run_detached
 
-        raise typer.Exit(run_detached(flags.source().spec.name))
+        raise typer.Exit(run_detached(flags.source().spec))
     raise typer.Exit(run_up(flags))
 
 

@@ -18,7 +18,7 @@ from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
 from router.edge.controller_api import TracesEdge
-from router.edge.grpc_chat import chat_of, parts_of
+from router.edge.grpc_chat import ChatParts, chat_of
 from router.edge.keyed_grpc import KeyedCalls, Run, has_key
 from router.edge.limits.bodies import BodyBudget
 from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
@@ -29,7 +29,9 @@ from router.edge.oip import OipEdge
 from router.edge.tls import EdgeTls
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
-from router.requests.answers import SubmittedRequest
+from router.request_terms import RequestTerms
+from router.requests.answers import AnswerReader, SubmittedRequest
+from router.requests.chat import Chat
 from router.requests.output import Final, OutToken, TextPiece
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling
 from router.service import RouterService
@@ -87,9 +89,10 @@ class InferenceEdge(InferenceServicer):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         with self._limit:
             terms = self._service.terms(header, remaining_s, call)
-            raw = self._parse(request, terms.call)
+            raw = await self._parsed(request, terms)
             submitted = await self._service.submit(raw, terms, model_required=False)
-            stream, parts = submitted.stream, parts_of(submitted)
+            stream, reader = submitted.stream, AnswerReader(submitted.request.reading, submitted.request.request_id)
+            parts = None if reader.is_plain else ChatParts(reader)
             try:
                 yield _started(submitted)
                 has_prompt_logprobs = False
@@ -108,7 +111,7 @@ class InferenceEdge(InferenceServicer):
                     if parts is not None:
                         if (rest := parts.rest()) is not None:
                             yield rest
-                        if parts.has_calls and final.reason is FinishReason.STOP:
+                        if reader.has_calls and final.reason is FinishReason.STOP:
                             finished.reason = pb.FINISH_REASON_TOOL_CALLS
                     yield pb.GenerateResponse(finished=finished)
             finally:
@@ -118,8 +121,12 @@ class InferenceEdge(InferenceServicer):
         self._service.take_request(call_of(context))
         if not request.prompt and not request.chat.messages:
             raise InputError("input: expected prompt or chat, got neither", field="input")
-        prompt = request.prompt or chat_of(request.chat)
-        model, token_ids = await self._service.tokenize(request.model, prompt, call_of(context))
+        call = call_of(context)
+        tenant, size = "" if call is None else call.tenant, request.chat.ByteSize()
+        prompt: str | Chat = request.prompt
+        if not prompt:
+            prompt = await self._service.threads.parse(tenant, size, partial(chat_of, request.chat))
+        model, token_ids = await self._service.tokenize(request.model, prompt, call)
         return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -144,17 +151,22 @@ class InferenceEdge(InferenceServicer):
             decode_workers=fleet.count_ready(Role.DECODE),
         )
 
-    def _parse(self, request: pb.GenerateRequest, call: Call | None) -> RawRequest:
-        if call is not None:
-            call.name_model(request.model)
+    async def _parsed(self, request: pb.GenerateRequest, terms: RequestTerms) -> RawRequest:
+        if terms.call is not None:
+            terms.call.name_model(request.model)
         try:
-            self._service.check_tokens(request.model, len(request.token_ids.ids), call)
+            self._service.check_tokens(request.model, len(request.token_ids.ids), terms.call)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
-            sampling = _sampling(request.sampling, _constraint(request.constraint))
-            return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
+            size = request.chat.ByteSize() + request.constraint.ByteSize()  # they hold JSON
+            return await self._service.threads.parse(terms.tenant, size, partial(_raw, request))
         except InputError as error:
             self._service.rejected(request.model, error)
             raise
+
+
+def _raw(request: pb.GenerateRequest) -> RawRequest:
+    sampling = _sampling(request.sampling, _constraint(request.constraint))
+    return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:

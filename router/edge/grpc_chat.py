@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.model_formats.events import CallArguments, CallEnded, CallStarted, Event, Reasoning, Text
+from router.model_formats.events import CallArguments, CallStarted, Event, Reasoning, Text
 from router.model_formats.grammar import Mode
-from router.requests.answers import SubmittedRequest, call_ids
+from router.requests.answers import AnswerReader
 from router.requests.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -22,7 +22,6 @@ from router.requests.chat import (
     tool_call,
     tool_result,
 )
-from router.requests.chat_model import AnswerReading
 from tandem.errors import InputError
 from tandem.request import check_length
 from tandem.v1 import inference_pb2 as pb
@@ -64,8 +63,10 @@ def _use(chat: pb.ChatMessages) -> ToolUse | None:
             raise InputError("tool_choice: expected tools beside it, got none", field="tool_choice")
         return None
     tools = [_tool(each, f"tools.{number}") for number, each in enumerate(chat.tools)]
+    if choice.mode not in _MODES:
+        raise InputError(f"tool_choice.mode: expected a known mode, got {choice.mode}", field="tool_choice.mode")
     is_parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
-    return ToolUse.parse(tools, _MODES.get(choice.mode), [*choice.names] or None, is_parallel)
+    return ToolUse.parse(tools, _MODES[choice.mode], [*choice.names] or None, is_parallel)
 
 
 def _tool(given: pb.Tool, where: str) -> Tool:
@@ -91,40 +92,27 @@ def _json(text: str, field: str) -> Any:
         raise InputError(f"{field}: expected JSON: {error}", field=field) from None
 
 
-def parts_of(submitted: SubmittedRequest) -> ChatParts | None:
-    """None if the answer is text alone."""
-    request = submitted.request
-    return None if request.reading is None else ChatParts(request.reading, call_ids(request.request_id))
-
-
 class ChatParts:
-    """The parts of one answer. `call_id`: the id of a call, if the model writes none."""
+    """Puts the parts of one answer into its chunks."""
 
-    def __init__(self, reading: AnswerReading, call_id: Callable[[int], str]) -> None:
-        self._parser = reading.parser()
-        self._call_id = call_id
-        self._has_calls = False
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
 
     def chunk(self, response: pb.GenerateResponse) -> pb.GenerateResponse:
         """Replaces the answer's text in `response` by what it is part of."""
         chunk, text = response.chunk, response.chunk.text
         chunk.text = ""
         chunk.ClearField("text_ends")
-        self._fill(chunk, self._parser.feed(text) if text else ())
+        self._fill(chunk, self._reader.feed(text))
         return response
 
     def rest(self) -> pb.GenerateResponse | None:
         """What was held back until the end."""
-        if not (events := self._parser.finish()):
+        if not (events := self._reader.finish()):
             return None
         response = pb.GenerateResponse(chunk=pb.Chunk())
         self._fill(response.chunk, events)
         return response
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a whole call was found."""
-        return self._has_calls
 
     def _fill(self, chunk: pb.Chunk, events: Sequence[Event]) -> None:
         for event in events:
@@ -134,12 +122,9 @@ class ChatParts:
                 case Reasoning():
                     chunk.reasoning += event.text
                 case CallStarted():
-                    call_id = event.id or self._call_id(event.index)
-                    chunk.tool_calls.add(index=event.index, id=call_id, name=event.name)
+                    chunk.tool_calls.add(index=event.index, id=self._reader.call_id(event), name=event.name)
                 case CallArguments():
                     last = chunk.tool_calls[-1] if chunk.tool_calls else None
                     if last is None or last.index != event.index:
                         last = chunk.tool_calls.add(index=event.index)
                     last.arguments += event.text
-                case CallEnded():
-                    self._has_calls = True

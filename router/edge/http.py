@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -70,7 +71,7 @@ Body = TypeVar(
 )
 
 MAX_RETRY_AFTER_S = 60  # OpenAI's clients ignore longer ones
-INLINE_BODY_BYTES = 64 << 10  # longer bodies are parsed in a thread
+INLINE_ANSWER_CHARS = 4096  # longer answers are read for calls and reasoning in a thread: about 1 µs per character
 _STATUS_ERRORS = {
     404: "no such path",
     405: "method not allowed here",
@@ -249,10 +250,7 @@ class HttpEdge:
 
         body, counted = await self._receive(request)
         try:
-            if len(body) <= INLINE_BODY_BYTES:
-                parsed, made = both(body)
-            else:
-                parsed, made = await self._service.threads.run(_tenant(request), len(body), partial(both, body))
+            parsed, made = await self._service.threads.parse(_tenant(request), len(body), partial(both, body))
         except (InputError, OverloadedError) as error:
             self._service.rejected("", error)
             raise
@@ -270,7 +268,7 @@ class HttpEdge:
 
     async def _receive(self, request: Request) -> tuple[bytes, int]:
         """The body, and how much of it to give back to the budget. Raises InputError, OverloadedError."""
-        if request.headers.get("content-encoding", "identity") != "identity":
+        if (request.headers.get("content-encoding") or "identity").lower() != "identity":
             raise HTTPException(415)
         body = bytearray()
         counted = 0
@@ -314,7 +312,14 @@ class HttpEdge:
                 first = await answers.next()
                 handed_over = True
                 return SseResponse(answers, form, first, self._batcher, executor)
-            return JsonSlices(form.whole(await answers.collect()), executor)
+            wholes = await answers.collect()
+
+            def made() -> Response:
+                return JsonSlices(form.whole(wholes), executor)
+
+            if answers.are_plain or sum(whole.chars for whole in wholes) <= INLINE_ANSWER_CHARS:
+                return made()
+            return await asyncio.get_running_loop().run_in_executor(executor, made)
         finally:
             if not handed_over:
                 answers.cancel()

@@ -11,6 +11,8 @@ from io import StringIO
 
 import msgspec
 
+from router.model_formats.events import CallEnded, CallStarted, Event, Text
+from router.requests.chat_model import AnswerReading
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import ServingModel, ValidRequest
 from tandem.errors import TandemError
@@ -24,14 +26,37 @@ class SubmittedRequest:
     stream: ResponseStream
 
 
-def call_ids(answer: str) -> Callable[[int], str]:
-    """Gives the id of each tool call of an answer: nine letters and digits, which all templates take."""
+class AnswerReader:
+    """Finds the parts of one answer in its text. `is_plain`: there are none but text.
 
-    def id_of(call: int) -> str:
-        digest = blake2b(f"{answer}/{call}".encode(), digest_size=6).digest()
+    Args: `answer_id`: of all answers; ids of calls come from it, if the model writes none.
+    """
+
+    def __init__(self, reading: AnswerReading | None, answer_id: str) -> None:
+        self.is_plain = reading is None
+        self.has_calls = False  # a whole one was found
+        self._parser = None if reading is None else reading.parser()
+        self._answer_id = answer_id
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        return [Text(text)] if self._parser is None else self._noted(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        """What was held back. The answer is at its end."""
+        return [] if self._parser is None else self._noted(self._parser.finish())
+
+    def call_id(self, call: CallStarted) -> str:
+        """Nine letters and digits, which all templates take, or what the model wrote."""
+        if call.id is not None:
+            return call.id
+        digest = blake2b(f"{self._answer_id}/{call.index}".encode(), digest_size=6).digest()
         return base64.b32encode(digest).decode()[:9].lower()
 
-    return id_of
+    def _noted(self, events: list[Event]) -> list[Event]:
+        self.has_calls = self.has_calls or any(isinstance(each, CallEnded) for each in events)
+        return events
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +85,10 @@ class WholeAnswer:
     @property
     def text(self) -> str:
         return self._text.getvalue()
+
+    @property
+    def chars(self) -> int:
+        return self._text.tell()
 
 
 class Answers:
@@ -130,9 +159,14 @@ class Answers:
                 wholes[arrival.index].add(arrival)
         return wholes
 
-    def call_ids(self, index: int) -> Callable[[int], str]:
-        """Gives the id of each tool call of answer `index`."""
-        return call_ids(f"{self.request_id}/{index}")
+    @property
+    def are_plain(self) -> bool:
+        """Text alone, without reasoning or calls."""
+        return all(each.request.reading is None for each in self.submitted)
+
+    def reader(self, index: int = 0) -> AnswerReader:
+        """For one reading of answer `index`."""
+        return AnswerReader(self.submitted[index].request.reading, f"{self.request_id}/{index}")
 
     def cancel(self) -> None:
         """Cancels all answers. Idempotent."""

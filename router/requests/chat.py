@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.model_formats.grammar import Mode, Schema
@@ -117,22 +117,13 @@ class Chat:
     settings: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     wishes: Mapping[str, Any] = field(default_factory=dict)
+    chars: int = field(init=False, compare=False)  # what it costs to render and tokenize
 
-    def marked(self, mark: Callable[[Any], Any]) -> Chat:
-        """With `mark` applied to all that the client wrote and the template will write."""
-        messages = tuple(replace(each, content=mark(each.content), more=mark(each.more)) for each in self.messages)
-        if self.tools is None:
-            return replace(self, messages=messages)
-        tools = tuple(
-            replace(tool, schema=mark(tool.schema), description=mark(tool.description)) for tool in self.tools.tools
-        )
-        return replace(self, messages=messages, tools=replace(self.tools, tools=tools))
-
-    @property
-    def chars(self) -> int:
-        """What it costs to render and tokenize."""
-        messages = sum(len(each.content) + (len(repr(each.more)) if each.more else 0) for each in self.messages)
-        return messages + sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
+    def __post_init__(self) -> None:
+        more = sum(len(repr(each.more)) for each in self.messages if each.more)
+        tools = sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
+        chars = sum(len(each.content) for each in self.messages) + more + tools
+        object.__setattr__(self, "chars", chars)
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -164,25 +155,27 @@ def tool_result(call_id: str | None, calls: Collection[str], text: str, where: s
     return Message("tool", text, {"tool_call_id": call_id})
 
 
-def described(chat: Chat) -> tuple[Message, ...]:
-    """The messages for a template that knows no tools: tools are described to the model in a system message, and calls
-    and their results become text, as Hermes writes them."""
-    messages = [_as_text(each) for each in chat.messages]
-    if not chat.offered:
-        return tuple(messages)
-    text = _DESCRIPTION.format(tools="\n".join(json.dumps(tool.for_template()) for tool in chat.offered))
-    if messages and messages[0].role == "system":
-        return (Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:])
-    return (Message("system", text), *messages)
+def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that knows no tools; both as templates read them. Tools are described to the model in a
+    system message, and calls and their results become text, as Hermes writes them."""
+    plain = [_as_text(each) for each in messages]
+    if not tools:
+        return plain
+    text = _DESCRIPTION.format(tools="\n".join(map(_json, tools)))
+    if plain and plain[0]["role"] == "system":
+        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
 
 
-def _as_text(message: Message) -> Message:
-    if message.role == "tool":
-        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-    calls: Sequence[Mapping[str, Any]] = message.more.get("tool_calls", ())
-    texts = [f"<tool_call>\n{json.dumps(_without_id(call['function']))}\n</tool_call>" for call in calls]
-    return Message(message.role, "\n".join(filter(None, [message.content, *texts])))
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [{"name": each["name"], "arguments": each["arguments"]} for each in functions]
+    texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
+    return {"role": message["role"], "content": "\n".join(filter(None, [content, *texts]))}
 
 
-def _without_id(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": function["name"], "arguments": function["arguments"]}
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

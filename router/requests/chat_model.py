@@ -60,8 +60,6 @@ class ChatModel:
 
     def rendered(self, chat: Chat, asked: Constraint | None) -> RenderedChat:
         """`asked`: for the answer's text. Raises InputError."""
-        if self._marks is not None:
-            chat = chat.marked(self._marks.mark)
         use = chat.tools
         wishes = {name: value for name, value in chat.wishes.items() if name in self._template.variables}
         settings = wishes | self._effort(chat.effort) | self._settings(chat.settings)
@@ -71,16 +69,20 @@ class ChatModel:
                 "in the model's setting `tool_parser`",
                 field="tools",
             )
+        messages, tools, settings = self._marked(
+            ([each.for_template() for each in chat.messages], [tool.for_template() for tool in chat.offered], settings)
+        )
         if self._formats.is_described:
-            text = self._template.render([each.for_template() for each in described(chat)], settings=settings)
-        else:
-            tools = [tool.for_template() for tool in chat.offered] or None
-            messages = [each.for_template() for each in chat.messages]
-            text = self._template.render(messages, tools=tools, settings=settings)
+            messages, tools = described(messages, tools), []
+        text = self._template.render(messages, tools=tools or None, settings=settings)
         reasoning = self._formats.reasoning
         is_opened = reasoning is not None and reasoning.is_opened_by(text)
         called = {tool.name: tool.schema for tool in use.callable} if use else {}
         return RenderedChat(text, self._reading(called, is_opened), self._constraint(use, asked, is_opened))
+
+    def _marked(self, written: Any) -> Any:
+        """All that the client wrote and the template will write, with the special tokens in it marked."""
+        return written if self._marks is None else self._marks.mark(written)
 
     def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Raises InputError for a setting that the template does not read, unless it turns off what is not there."""

@@ -72,6 +72,7 @@ class RequestCore:
         self.placer = Placer(policy, fleet, index, clock)
         self.facts = facts
         self._fleet, self._clock, self._carrier = fleet, clock, carrier
+        self._held: set[RequestRun] = set()  # until it is known what became of a worker that stalled with them
         self._recorder = recorder
         if recorder is not None:
             self.placer.seen = recorder.placements
@@ -84,10 +85,10 @@ class RequestCore:
     @property
     def active(self) -> int:
         """Requests that wait or are on workers."""
-        return len(self.placer) + len(self.queue)
+        return len(self.placer) + len(self.queue) + len(self._held)
 
     def waiting(self) -> list[RequestRun]:
-        return self.queue.items()
+        return [*self.queue.items(), *self._held]
 
     def running(self) -> list[RequestRun]:
         """Those on workers."""
@@ -122,6 +123,9 @@ class RequestCore:
         else:
             self._recorder.on(run, event, self._clock.now_s())
         run.carry_out(self.perform)
+        if self._held and run in self._held and not run.awaits_suspects:
+            self._held.discard(run)
+            self._queue_again(run)
 
     def perform(self, run: RequestRun, action: act.Action) -> None:
         if isinstance(action, (TextPiece, act.EmitPromptScores)):
@@ -225,6 +229,12 @@ class RequestCore:
     def _put_back(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
         self.facts.publish(run, Requeued(cause, refused), run.now_s)
         self.placer.release(run)
+        if run.awaits_suspects:
+            self._held.add(run)  # not in the queue, whose head all others wait for
+        else:
+            self._queue_again(run, cause if refused else None)
+
+    def _queue_again(self, run: RequestRun, refusal: TandemError | None = None) -> None:
         self.queue.put_back(
             run.request.model,
             run,
@@ -232,11 +242,12 @@ class RequestCore:
             run.prefill_tokens,
             since_s=run.waiting_since_s,
             now_s=self._clock.now_s(),
-            refusal=cause if refused else None,
+            refusal=refusal,
         )
         self._carrier.pump_soon()
 
     def _end(self, run: RequestRun, end: act.End) -> None:
+        self._held.discard(run)
         had_place = run in self.placer or run in self.queue
         self.placer.release(run)
         self.queue.remove(run)

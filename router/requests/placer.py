@@ -104,8 +104,6 @@ class Placer:
 
         Workers that refused or failed it are avoided while others can take it. Changes `run.excluded` alone.
         """
-        if run.awaits_suspects:
-            return WaitReason.DECODE_REFUSED
         if run.stays_when_stalled and (apart := self._workers_of_suspects()):
             # Beside the request that stops workers, another would be taken for it at the second death.
             outcome = self.decide(run, apart)

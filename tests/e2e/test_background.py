@@ -47,5 +47,11 @@ def test_a_detached_cluster_serves_until_it_is_told_to_end(tmp_path: Path) -> No
     assert tandem(tmp_path, "down", "--cluster", "b").returncode == 2
 
 
+def test_an_output_without_a_limit_is_refused(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "up", "--detach", "--set", "observability.logs.target=stdout")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --detach: expected observability.logs.target: files")
+
+
 def test_the_version_is_an_option_too(tmp_path: Path) -> None:
     assert tandem(tmp_path, "--version").stdout == tandem(tmp_path, "version").stdout

@@ -13,15 +13,26 @@ from cluster.cli import state_file
 from cluster.cli.admin_client import Admin, find_admin
 from cluster.cli.commands.scaling import controller_at
 from cluster.cli.console import console
-from tandem.errors import UnavailableError
+from tandem.config.observability import LogTarget
+from tandem.config.spec import ClusterSpec
+from tandem.errors import ConfigError, UnavailableError
 from tandem.v1 import cluster_pb2
 
 POLL_S = 0.1
 STOP_S = 300.0  # drain, then the end of every process
 
 
-def run_detached(name: str) -> int:
-    """Runs the same command again, without --detach, as a process that outlives this one. Returns when it serves."""
+def run_detached(spec: ClusterSpec) -> int:
+    """Runs the same command again, without --detach, as a process that outlives this one. Returns when it serves.
+
+    Raises ConfigError.
+    """
+    if spec.observability.logs.target is LogTarget.STDOUT:
+        raise ConfigError(
+            "--detach: expected observability.logs.target: files, as nothing limits the size of an output that goes on",
+            field="--detach",
+        )
+    name = spec.name
     folder = state_file.state_dir()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     output = folder / f"{name}.log"
@@ -34,11 +45,18 @@ def run_detached(name: str) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    while (state := state_file.read(name)) is None or state.is_starting or state.pid != process.pid:
-        if process.poll() is not None:
-            sys.stderr.write(output.read_text(errors="replace"))
-            return process.returncode or 1
-        time.sleep(POLL_S)
+    try:
+        while (state := state_file.read(name)) is None or state.is_starting or state.pid != process.pid:
+            if process.poll() is not None:
+                sys.stderr.write(output.read_text(errors="replace"))
+                return process.returncode or 1
+            time.sleep(POLL_S)
+    except (
+        KeyboardInterrupt
+    ):  # at a start that takes too long: the cluster would be left without anything that shows it
+        process.terminate()
+        process.wait()
+        raise
     scheme = "http" if state.edge_ca is None else "https"
     screen = console()
     screen.print(f"[green]ready[/]: {scheme}://{state.http}/v1, gRPC {state.grpc} (process {state.pid})")

@@ -62,10 +62,8 @@ class MessagesFormat:
         self._answers = answers
         self._request = request
         self._id = f"msg_{answers.request_id}"
-        self._call_id = answers.call_ids(0)
+        self._reader = answers.reader()
         self._only = answers.submitted[0]
-        reading = self._only.request.reading
-        self._parser = None if reading is None else reading.parser()
         self._blocks: list[_Block] = []
         self._is_open = False  # the last one
         self._white = ""  # may begin a block of text
@@ -79,7 +77,7 @@ class MessagesFormat:
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
-            yield from self._take(self._read(text_of(arrival.pieces)))
+            yield from self._take(self._reader.feed(text_of(arrival.pieces)))
             if arrival.final is not None:
                 self._reason = arrival.final.reason
                 yield from self._rest()
@@ -95,20 +93,14 @@ class MessagesFormat:
     def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
         (whole,) = wholes
         self._reason = whole.reason
-        for _ in (*self._take(self._read(whole.text)), *self._rest()):
+        for _ in (*self._take(self._reader.feed(whole.text)), *self._rest()):
             pass  # the events are a stream's
         message = self._message([_made(each) for each in self._blocks], _usage(self._answers.usage()))
         message.stop_reason, message.stop_sequence = self._stop_reason(), self._only.stream.stop_string
         return json_pieces(message)
 
-    def _read(self, text: str) -> Sequence[Event]:
-        if not text:
-            return []
-        return [Text(text)] if self._parser is None else self._parser.feed(text)
-
     def _rest(self) -> Iterator[bytes]:
-        if self._parser is not None:
-            yield from self._take(self._parser.finish())
+        yield from self._take(self._reader.finish())
         if self._white and not any(isinstance(each.start, ToolUseBlock) for each in self._blocks):
             yield from self._add(TextBlock, self._white)
         yield from self._closed()
@@ -122,7 +114,7 @@ class MessagesFormat:
                     yield from self._add(ThinkingBlock, event.text)
                 case CallStarted():
                     self._white = ""
-                    block = ToolUseBlock(id=event.id or self._call_id(event.index), name=event.name, input={})
+                    block = ToolUseBlock(id=self._reader.call_id(event), name=event.name, input={})
                     yield from self._opened(block)
                 case CallArguments():
                     yield from self._further(event.text)

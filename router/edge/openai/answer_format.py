@@ -11,10 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.edge.json_slices import ListMaker, at_once, json_pieces, on_demand, one_by_one
-from router.edge.openai.answer_parts import AnswerParts
+from router.edge.openai.answer_parts import assistant_message, chat_finish_reason, chunk_delta
 from router.edge.openai.answer_schema import (
     AnswerStruct,
-    AssistantMessage,
     CachedTokens,
     ChatChoice,
     ChatCompletion,
@@ -34,7 +33,7 @@ from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs
 from router.edge.openai.request_schema import UsageEvents
 from router.edge.openai.strict_model import FieldError
 from router.model_formats.events import Event, Text
-from router.requests.answers import Answers, Arrival, WholeAnswer
+from router.requests.answers import AnswerReader, Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import ErrorCode, TandemError
 from tandem.request import FinishReason
@@ -151,10 +150,7 @@ class ChatFormat:
             TextEventTemplate(lambda text, at=index: self._chunk(at, ChunkDelta(content=text)))  # type: ignore[misc]
             for index in range(len(answers.submitted))
         ]
-        self._parts = [
-            None if each.request.reading is None else AnswerParts(each.request.reading, answers.call_ids(index))
-            for index, each in enumerate(answers.submitted)
-        ]
+        self._readers = [answers.reader(index) for index in range(len(answers.submitted))]
 
     def _text(self, index: int, text: str) -> bytes:
         return self._chunk(index, ChunkDelta(content=text)) if self._usage.is_each else self._texts[index].fill(text)
@@ -166,8 +162,8 @@ class ChatFormat:
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
             self._usage.add(arrival)
-            if (parts := self._parts[arrival.index]) is not None:
-                yield from self._read(arrival, parts)
+            if not (reader := self._readers[arrival.index]).is_plain:
+                yield from self._read(arrival, reader)
                 continue
             for piece in arrival.pieces:
                 if not self._logprobs:
@@ -180,29 +176,28 @@ class ChatFormat:
             if arrival.final is not None:
                 yield self._chunk(arrival.index, ChunkDelta(), None, ChatFinishReason(arrival.final.reason))
 
-    def _read(self, arrival: Arrival, parts: AnswerParts) -> Iterator[bytes]:
+    def _read(self, arrival: Arrival, reader: AnswerReader) -> Iterator[bytes]:
         """The chunks of an answer that may have reasoning or calls."""
         pieces = arrival.pieces
         if not self._logprobs:
-            yield from self._deltas(arrival.index, parts, parts.feed(text_of(pieces)), None)
+            yield from self._deltas(arrival.index, reader.feed(text_of(pieces)), None)
         else:
             for piece in pieces:
                 logprobs = chat_logprobs(self._decoder, piece.tokens)
-                yield from self._deltas(arrival.index, parts, parts.feed(piece.text), logprobs)
+                yield from self._deltas(arrival.index, reader.feed(piece.text), logprobs)
         if arrival.final is not None:
-            yield from self._deltas(arrival.index, parts, parts.finish(), None)
-            yield self._chunk(arrival.index, ChunkDelta(), None, parts.finish_reason(arrival.final.reason))
+            yield from self._deltas(arrival.index, reader.finish(), None)
+            reason = chat_finish_reason(reader, arrival.final.reason)
+            yield self._chunk(arrival.index, ChunkDelta(), None, reason)
 
-    def _deltas(
-        self, index: int, parts: AnswerParts, events: Sequence[Event], logprobs: ChatLogprobs | None
-    ) -> Iterator[bytes]:
+    def _deltas(self, index: int, events: Sequence[Event], logprobs: ChatLogprobs | None) -> Iterator[bytes]:
         """`logprobs`: of the tokens that were fed, with the first chunk."""
         if logprobs is not None and not logprobs.content:
             logprobs = None
         for event in events:
             if logprobs is None and isinstance(event, Text):
                 yield self._text(index, event.text)
-            elif (delta := parts.delta(event)) is not None:
+            elif (delta := chunk_delta(self._readers[index], event)) is not None:
                 yield self._chunk(index, delta, logprobs)
                 logprobs = None
         if logprobs is not None:
@@ -229,11 +224,9 @@ class ChatFormat:
     def _choice(self, index: int, whole: WholeAnswer) -> ChatChoice:
         logprobs = chat_logprobs(self._decoder, whole.tokens, on_demand) if self._logprobs else None
         reason = whole.reason or FinishReason.STOP
-        if (parts := self._parts[index]) is None:
-            message = AssistantMessage(content=whole.text)
-            return ChatChoice(index, message, logprobs, ChatFinishReason(reason))
-        message = parts.message([*parts.feed(whole.text), *parts.finish()])
-        return ChatChoice(index, message, logprobs, parts.finish_reason(reason))
+        reader = self._readers[index]
+        message = assistant_message(reader, [*reader.feed(whole.text), *reader.finish()])
+        return ChatChoice(index, message, logprobs, chat_finish_reason(reader, reason))
 
     def _chunk(
         self,

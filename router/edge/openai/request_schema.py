@@ -172,7 +172,7 @@ class _GenerationRequest(ConstraintFields):
         return RawSampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=None if self.top_k == -1 else self.top_k,
+            top_k=0 if self.top_k == -1 else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=max_tokens,

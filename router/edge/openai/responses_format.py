@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from router.edge.json_slices import ListMaker, json_pieces, on_demand
@@ -24,7 +25,6 @@ from router.edge.openai.answer_schema import (
 from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_items import OutputItems
 from router.edge.openai.responses_schema import ResponsesRequest
-from router.model_formats.events import Event, Text
 from router.requests.answers import Answers, Arrival, WholeAnswer
 from router.requests.output import OutToken, Usage
 from tandem.errors import TandemError
@@ -40,25 +40,24 @@ class ResponsesFormat:
         self._logprobs = request.wants_logprobs
         self._created_at = int(time.time())
         self._sent = 0
-        self._items = OutputItems(answers.request_id, answers.call_ids(0), self._logprobs_of)
-        reading = answers.submitted[0].request.reading
-        self._parser = None if reading is None else reading.parser()
+        self._reader = answers.reader()
+        self._items = OutputItems(answers.request_id, self._reader.call_id, self._logprobs_of)
         self._reason: FinishReason | None = None
 
     def begin(self) -> Iterator[bytes]:
         response = self._response("in_progress", [])
         yield from self._encoded([ResponseStateEvent(type="response.created", response=response)])
         yield from self._encoded([ResponseStateEvent(type="response.in_progress", response=response)])
-        if self._parser is None:
+        if self._reader.is_plain:
             yield from self._encoded(self._items.open_message())
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
             for piece in arrival.pieces:
-                yield from self._encoded(self._items.take(self._read(piece.text), piece.tokens))
+                yield from self._encoded(self._items.take(self._reader.feed(piece.text), piece.tokens))
             if arrival.final is not None:
                 self._reason = arrival.final.reason
-                yield from self._encoded(self._items.take(self._rest()))
+                yield from self._encoded(self._items.take(self._reader.finish()))
 
     def end(self) -> Iterator[bytes]:
         for event in self._items.end(self._status()):
@@ -82,18 +81,15 @@ class ResponsesFormat:
     def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
         (whole,) = wholes
         self._reason = whole.reason
-        made = [*self._items.open_message()] if self._parser is None else []
-        made += self._items.take([*self._read(whole.text), *self._rest()], whole.tokens)
-        made += self._items.end(self._status())  # the events are a stream's
+        found = [*self._reader.feed(whole.text), *self._reader.finish()]
+        events = (
+            self._items.open_message() if self._reader.is_plain else (),
+            self._items.take(found, whole.tokens, on_demand),
+            self._items.end(self._status()),
+        )
+        for _ in chain.from_iterable(events):
+            pass  # the events are a stream's
         return json_pieces(self._ended())
-
-    def _read(self, text: str) -> Sequence[Event]:
-        if self._parser is None:
-            return [Text(text)]
-        return self._parser.feed(text) if text else []
-
-    def _rest(self) -> Sequence[Event]:
-        return [] if self._parser is None else self._parser.finish()
 
     def _status(self) -> ResponseStatus:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"

@@ -66,7 +66,7 @@ class OutputItems:
     """Collects the items of one answer. Each method gives the events that a stream sends; their sequence numbers are
     set later."""
 
-    def __init__(self, request_id: str, call_id: Callable[[int], str], scored: Scored) -> None:
+    def __init__(self, request_id: str, call_id: Callable[[CallStarted], str], scored: Scored) -> None:
         self._request_id = request_id
         self._call_id = call_id
         self._scored = scored
@@ -75,13 +75,15 @@ class OutputItems:
     def open_message(self) -> Iterator[ResponseEvent]:
         yield from self._opened(_Message(len(self._items), f"msg_{self._request_id}{self._suffix()}"))
 
-    def take(self, events: Sequence[Event], tokens: Sequence[OutToken] = ()) -> Iterator[ResponseEvent]:
+    def take(
+        self, events: Sequence[Event], tokens: Sequence[OutToken] = (), listed: ListMaker = at_once
+    ) -> Iterator[ResponseEvent]:
         """`tokens`: with logprobs; they go to the message that the events add to."""
         waiting = list(tokens)
         for event in events:
             match event:
                 case Text():
-                    yield from self._text(event.text, waiting)
+                    yield from self._text(event.text, waiting, listed)
                     waiting = []
                 case Reasoning():
                     yield from self._reasoning(event.text)
@@ -92,9 +94,9 @@ class OutputItems:
                     call.texts.append(event.text)
                     yield ArgumentsDeltaEvent(item_id=call.id, output_index=call.number, delta=event.text)
                 case CallEnded():
-                    yield from self._closed("completed")
+                    yield from self._closed("completed", is_whole=True)
         if waiting and self._items and isinstance(self._items[-1], _Message):
-            yield from self._text("", waiting)
+            yield from self._text("", waiting, listed)
 
     def end(self, status: ResponseStatus) -> Iterator[ResponseEvent]:
         yield from self._closed(status)
@@ -102,16 +104,17 @@ class OutputItems:
     def structs(self, listed: ListMaker = at_once) -> list[OutputItem]:
         return [self._struct(item, listed) for item in self._items]
 
-    def _text(self, text: str, tokens: Sequence[OutToken]) -> Iterator[ResponseEvent]:
+    def _text(self, text: str, tokens: Sequence[OutToken], listed: ListMaker) -> Iterator[ResponseEvent]:
         if not self._is_open(_Message):
             yield from self.open_message()
         message = self._items[-1]
-        logprobs = self._scored(tokens, at_once)
-        if not text and not logprobs:
+        scored = [token for token in tokens if token.logprob is not None]
+        if not text and not scored:
             return
         message.texts.append(text)
-        if logprobs and isinstance(message, _Message):
-            message.tokens += [token for token in tokens if token.logprob is not None]
+        if isinstance(message, _Message):
+            message.tokens += scored
+        logprobs = self._scored(scored, listed)
         yield TextDeltaEvent(item_id=message.id, output_index=message.number, delta=text, logprobs=logprobs)
 
     def _reasoning(self, text: str) -> Iterator[ResponseEvent]:
@@ -122,7 +125,7 @@ class OutputItems:
         yield ReasoningTextDeltaEvent(item_id=item.id, output_index=item.number, delta=text)
 
     def _call(self, event: CallStarted) -> Iterator[ResponseEvent]:
-        call_id = event.id or self._call_id(event.index)
+        call_id = self._call_id(event)
         item_id = f"fc_{self._request_id}{self._suffix()}"
         yield from self._opened(_Call(len(self._items), item_id, call_id=call_id, name=event.name))
 
@@ -142,12 +145,12 @@ class OutputItems:
         if not isinstance(item, _Call):
             yield self._part_event("response.content_part.added", item)
 
-    def _closed(self, status: ResponseStatus) -> Iterator[ResponseEvent]:
-        """Closes the last item, if it is open."""
+    def _closed(self, status: ResponseStatus, *, is_whole: bool = False) -> Iterator[ResponseEvent]:
+        """Closes the last item, if it is open. `is_whole`: a call is."""
         if not self._is_open(_Item):
             return
         item = self._items[-1]
-        item.status = "incomplete" if isinstance(item, _Call) and status == "completed" and not item.texts else status
+        item.status = "incomplete" if isinstance(item, _Call) and not is_whole else status
         at, number = item.id, item.number
         match item:
             case _Call():

@@ -1,4 +1,4 @@
-"""The chart's Valkey, started here by its own command: what its users may do, and what nobody may."""
+"""The chart's Valkey, started here by its own command: what its users may do, and what is refused to all."""
 
 from __future__ import annotations
 

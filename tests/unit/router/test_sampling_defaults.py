@@ -29,6 +29,8 @@ async def test_the_checkpoints_are_taken_where_the_client_says_nothing(cluster: 
     [work] = cluster.decode.works.values()
     sampling = work.sampling
     assert (round(sampling.temperature, 5), sampling.top_p, sampling.top_k) == (0.6, 0.5, 20)
+    await cluster.openai.completions.create(model="tiny", prompt="a", extra_body={"top_k": -1})
+    assert [*cluster.decode.works.values()][-1].sampling.top_k == 0, "no limit was asked for"
     answer = await cluster.openai.responses.create(model="tiny", input="a")
     assert answer.temperature == 0.6, "what was used"
 

@@ -14,7 +14,7 @@ from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEvent
 from router.edge.openai.request_schema import UsageEvents
 from router.edge.sse import SseResponse, WriteBatcher
 from router.edge.write_pauses import LOAD_INTERVAL_S, PAUSE_S, WritePauses
-from router.requests.answers import Answers, Arrival, SubmittedRequest
+from router.requests.answers import AnswerReader, Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from tandem.errors import RequestCancelled, WorkerLost
 from tandem.request import FinishReason
@@ -204,7 +204,8 @@ def test_an_event_around_a_text_is_the_event_with_the_text() -> None:
 
 def test_chat_events_of_several_choices_name_their_choice() -> None:
     answers = cast(Any, type("A", (), {}))()
-    answers.request_id, answers.submitted = "r", [type("S", (), {"request": type("R", (), {"reading": None})})] * 2
+    answers.request_id, answers.submitted = "r", [None, None]
+    answers.reader = lambda index: AnswerReader(None, f"r/{index}")
     answers.model = cast(Any, type("M", (), {"name": "m\x00", "tokenizer": None}))()
     form = ChatFormat(answers, usage=UsageEvents.LAST, logprobs=False)
     sent = form.events([Arrival(1, [piece('a"b')], None), Arrival(0, [piece("c")], None)])
