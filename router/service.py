@@ -16,7 +16,6 @@ from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms, TermsParser
 from router.requests.answers import Answers, SubmittedRequest
-from router.requests.chat import Chat
 from router.requests.dispatcher import Dispatcher
 from router.requests.validation import (
     CHARS_PER_TOKEN_OFTEN,
@@ -25,6 +24,7 @@ from router.requests.validation import (
     ValidRequest,
     prompt_chars,
 )
+from router.texts.chat import Chat
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
 

@@ -31,10 +31,10 @@ from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
 from router.request_terms import RequestTerms
 from router.requests.answers import AnswerReader, SubmittedRequest
-from router.requests.chat import Chat
 from router.requests.output import Final, OutToken, TextPiece
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling
 from router.service import RouterService
+from router.texts.chat import Chat
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex

@@ -10,7 +10,7 @@ from typing import Any
 from router.model_formats.events import CallArguments, CallStarted, Event, Reasoning, Text
 from router.model_formats.grammar import Mode
 from router.requests.answers import AnswerReader
-from router.requests.chat import (
+from router.texts.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,

@@ -12,9 +12,9 @@ from io import StringIO
 import msgspec
 
 from router.model_formats.events import CallEnded, CallStarted, Event, Text
-from router.requests.chat_model import AnswerReading
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import ServingModel, ValidRequest
+from router.texts.chat_model import AnswerReading
 from tandem.errors import TandemError
 from tandem.request import FinishReason
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.requests.detokenizer import Detokenizer, StopStrings, TokenDecoder
+from router.texts.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from tandem.engine.api import TokenLogprob
 from tandem.errors import TandemError
 from tandem.request import FinishReason

@@ -16,10 +16,10 @@ from typing import Any
 from router.admission.parse_threads import ParseThreads
 from router.model_formats.registry import formats_of
 from router.request_ids import new_request_id
-from router.requests.chat import Chat
-from router.requests.chat_model import AnswerReading, ChatModel, RenderedChat
-from router.requests.detokenizer import stop_automaton
-from router.requests.grammar_check import GrammarChecker
+from router.texts.chat import Chat
+from router.texts.chat_model import AnswerReading, ChatModel, RenderedChat
+from router.texts.detokenizer import stop_automaton
+from router.texts.grammar_check import GrammarChecker
 from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from router.requests.detokenizer import Detokenizer, TokenDecoder
 from router.requests.output import OutToken
 from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
+from router.texts.detokenizer import Detokenizer, TokenDecoder
 from router.workers.fleet import Worker
 from router.workers.health import HealthState
 from tandem.config.spec import EngineSpec, Role

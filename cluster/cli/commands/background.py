@@ -51,9 +51,7 @@ def run_detached(spec: ClusterSpec) -> int:
                 sys.stderr.write(output.read_text(errors="replace"))
                 return process.returncode or 1
             time.sleep(POLL_S)
-    except (
-        KeyboardInterrupt
-    ):  # at a start that takes too long: the cluster would be left without anything that shows it
+    except KeyboardInterrupt:  # nothing would show that the cluster goes on
         process.terminate()
         process.wait()
         raise

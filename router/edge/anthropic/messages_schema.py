@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from router.edge.openai.request_schema import equals, is_empty, never, refuse_unsupported, unsupported
-from router.edge.openai.strict_model import Items, StrictModel, at_most
+from router.edge.openai.strict_model import (
+    Items,
+    StrictModel,
+    at_most,
+    equals,
+    is_empty,
+    never,
+    refuse_unsupported,
+    unsupported,
+)
 from router.edge.openai.tool_fields import FunctionName, NamedTool, ToolChoice, tool_use
-from router.requests.chat import (
+from router.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
+from router.texts.chat import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -22,7 +31,6 @@ from router.requests.chat import (
     parsed_call,
     tool_result,
 )
-from router.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_schema
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from router.edge.json_slices import ListMaker, at_once
 from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from router.requests.detokenizer import TokenDecoder
 from router.requests.output import OutToken
+from router.texts.detokenizer import TokenDecoder
 from tandem.v1 import inference_pb2
 
 

@@ -4,7 +4,6 @@ ignores no field that could change the answer."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,17 +12,25 @@ from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
+from router.edge.openai.chat_messages import Messages, parse_messages
 from router.edge.openai.constraint_fields import ConstraintFields, ResponseFormat
 from router.edge.openai.field_errors import field_error
-from router.edge.openai.strict_model import Items, StrictModel, at_most
-from router.edge.openai.tool_fields import ToolCall, ToolChoice, Tools, tool_use
-from router.requests.chat import MAX_CALLS, MAX_MESSAGES, Chat, Message, tool_result
+from router.edge.openai.strict_model import (
+    Items,
+    Neutral,
+    StrictModel,
+    equals,
+    is_empty,
+    never,
+    refuse_unsupported,
+    unsupported,
+)
+from router.edge.openai.tool_fields import ToolChoice, Tools, tool_use
 from router.requests.validation import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
-from tandem.errors import InputError, UnsupportedField, shown
+from router.texts.chat import Chat
+from tandem.errors import InputError, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-# Per known but unsupported field: whether a value changes nothing.
-Neutral = dict[str, Callable[[object], bool]]
 MAX_CHOICES = 128  # answers to one request: prompts times `n`
 MAX_NAME_CHARS = 80  # of a client's field name in an error
 MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
@@ -49,69 +56,6 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect, as the router adds no padding
     continuous_usage_stats: bool | None = Field(None, description="`usage` in every event; as in vLLM.")
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
-    cache_control: object = None  # no effect: the prefix cache is automatic
-
-
-class ChatMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
-    name: str | None = None
-    id: str | None = None  # of an earlier answer that the client sends again, as the following
-    refusal: str | None = None
-    audio: object = None
-    annotations: object = None
-    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = None
-    tool_call_id: str | None = Field(None, description="Of a message of role `tool`: the call that it answers.")
-    function_call: object = None
-    reasoning_content: str | None = Field(None, description="Of an earlier answer.")
-    reasoning: str | None = Field(None, description="The same as `reasoning_content`, as other servers name it.")
-
-    def parse(self, index: int, calls: set[str]) -> Message:
-        """`calls`: ids of the calls before it, to which its own are added. Raises InputError, UnsupportedField."""
-        where = f"messages.{index}"
-        for field in ("function_call", "audio"):
-            if getattr(self, field):
-                raise unsupported(f"{where}.{field}")
-        if self.role == "function":
-            raise unsupported(f"{where}.role", f"value {self.role!r}", "send messages of role 'tool'")
-        if self.content is None and not self.tool_calls:
-            raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return Message("system" if self.role == "developer" else self.role, text, self._more(where, calls))
-
-    def _more(self, where: str, calls: set[str]) -> dict[str, Any]:
-        """What the chat template reads beside role and content."""
-        more: dict[str, Any] = {} if self.name is None else {"name": self.name}
-        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-            if getattr(self, field) and self.role != role:
-                raise InputError(f"{where}.{field}: expected only with role {role!r}", field=f"{where}.{field}")
-        if self.tool_calls:
-            more["tool_calls"] = [
-                call.for_template(f"{where}.tool_calls.{number}") for number, call in enumerate(self.tool_calls)
-            ]
-            calls.update(call.id for call in self.tool_calls)
-        if self.role == "tool":
-            more.update(tool_result(self.tool_call_id, calls, "", f"{where}.tool_call_id").more)
-        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
-            more["reasoning_content"] = reasoning
-        return more
-
-
-def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Raises InputError, UnsupportedField."""
-    calls: set[str] = set()
-    return tuple(message.parse(index, calls) for index, message in enumerate(messages))
-
-
-Messages = Annotated[
-    Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
-]
 
 
 MAX_TOKENS_HELP = (
@@ -309,18 +253,6 @@ class CompletionRequest(_GenerationRequest):
         return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
 
 
-def equals(*neutral: object) -> Callable[[object], bool]:
-    return lambda value: value in neutral
-
-
-def is_empty(value: object) -> bool:
-    return value in ([], {}, "")
-
-
-def never(value: object) -> bool:
-    return False
-
-
 _NEUTRAL_CHAT: Neutral = {
     "functions": is_empty,
     "function_call": equals("none"),
@@ -404,15 +336,3 @@ _BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent", "NamedT
 def _is_union_branch(part: int | str) -> bool:
     """Pydantic adds the branch of a union to the location, which is no key of the client's JSON."""
     return isinstance(part, str) and (part in _BRANCHES or "[" in part)
-
-
-def refuse_unsupported(request: BaseModel, neutral: Neutral, where: str = "") -> None:
-    """Raises UnsupportedField for the first field whose value would change the answer. `where`: before its name."""
-    for field, is_neutral in neutral.items():
-        value = getattr(request, field)
-        if value is not None and not is_neutral(value):
-            raise unsupported(where + field)
-
-
-def unsupported(field: str, what: str = "this value", remedy: str = "leave the field out") -> UnsupportedField:
-    return UnsupportedField(f"{field}: {what} is not supported yet; {remedy}", field=field)

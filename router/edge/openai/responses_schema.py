@@ -15,13 +15,17 @@ from router.edge.openai.request_schema import (
     Effort,
     StreamOptions,
     TemplateSettings,
+)
+from router.edge.openai.strict_model import (
+    Items,
+    StrictModel,
+    at_most,
     equals,
     is_empty,
     never,
     refuse_unsupported,
     unsupported,
 )
-from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.edge.openai.tool_fields import (
     AllowedTools,
     AllowedToolsChoice,
@@ -31,8 +35,8 @@ from router.edge.openai.tool_fields import (
     ToolChoice,
     tool_use,
 )
-from router.requests.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, ToolUse, tool_call, tool_result
 from router.requests.validation import RawRequest, RawSampling
+from router.texts.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, ToolUse, tool_call, tool_result
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_object, json_schema
 from tandem.request import MAX_LOGPROBS

@@ -1,12 +1,14 @@
-"""What the models of requests share: no unknown field, no conversion, no list without a limit."""
+"""What the models of requests share: no unknown field, no conversion, no list without a limit, and how a known field is
+refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tandem.errors import InputError
+from tandem.errors import InputError, UnsupportedField
 
 Item = TypeVar("Item")
 # Pydantic stops at the first fault: a list of a million wrong items costs no more than one of them.
@@ -34,3 +36,31 @@ class FieldError(InputError):
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# Per known but unsupported field: whether a value changes nothing.
+Neutral = dict[str, Callable[[object], bool]]
+
+
+def equals(*neutral: object) -> Callable[[object], bool]:
+    return lambda value: value in neutral
+
+
+def is_empty(value: object) -> bool:
+    return value in ([], {}, "")
+
+
+def never(value: object) -> bool:
+    return False
+
+
+def refuse_unsupported(request: BaseModel, neutral: Neutral, where: str = "") -> None:
+    """Raises UnsupportedField for the first field whose value would change the answer. `where`: before its name."""
+    for field, is_neutral in neutral.items():
+        value = getattr(request, field)
+        if value is not None and not is_neutral(value):
+            raise unsupported(where + field)
+
+
+def unsupported(field: str, what: str = "this value", remedy: str = "leave the field out") -> UnsupportedField:
+    return UnsupportedField(f"{field}: {what} is not supported yet; {remedy}", field=field)

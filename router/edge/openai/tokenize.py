@@ -6,10 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.edge.openai.request_schema import Messages, TemplateSettings, parse_messages
+from router.edge.openai.chat_messages import Messages, parse_messages
+from router.edge.openai.request_schema import TemplateSettings
 from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.edge.openai.tool_fields import Tools, tool_use
-from router.requests.chat import Chat
+from router.texts.chat import Chat
 from tandem.errors import InputError
 
 MAX_DETOKENIZED = 1 << 20

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.model_formats.grammar import Mode
-from router.requests.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, tool_call
+from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, tool_call
 from tandem.errors import InputError
 
 Name = Annotated[str, Field(pattern=TOOL_NAME)]

@@ -21,7 +21,6 @@ from router.edge.openai.answer_format import ChatFormat, CompletionFormat
 from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, UsageEvents
 from router.requests import validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
-from router.requests.chat import MAX_MESSAGES
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import (
     MAX_CACHE_SALT_CHARS,
@@ -30,6 +29,7 @@ from router.requests.validation import (
     ServingModel,
     ValidRequest,
 )
+from router.texts.chat import MAX_MESSAGES
 from tandem.config.spec import Disaggregation, RouterSpec
 from tandem.engine.api import TokenLogprob
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams

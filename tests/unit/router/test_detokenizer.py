@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.detokenizer import STATE_BYTES, AutomatonCache, Detokenizer, StopAutomaton, StopStrings
+from router.texts.detokenizer import STATE_BYTES, AutomatonCache, Detokenizer, StopAutomaton, StopStrings
 
 
 class ByteDecoder:

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from router.edge import http
-from router.requests.chat import Chat, Message
 from router.requests.validation import ServingModel
+from router.texts.chat import Chat, Message
 from tandem.config.launch import ServedModel
 from tandem.config.spec import SpecialTokens
 from tandem.errors import InputError
@@ -385,9 +385,9 @@ class TestResponses:
         answer = await create(model=MODEL, input="Hi", tools=FLAT, max_output_tokens=len(tokens) - 20)
         assert answer.status == "incomplete"
         assert answer.output[0].status == "incomplete"
-        says(cluster, CALL.replace("}}", "} and more"))
+        says(cluster, CALL.replace('"Paris"}}', "!"))
         answer = await create(model=MODEL, input="Hi", tools=FLAT)
-        assert [(item.type, item.status) for item in answer.output][0] == ("function_call", "incomplete")
+        assert (answer.output[0].type, answer.output[0].status) == ("function_call", "incomplete")
 
     async def test_the_text_can_be_constrained(self, cluster: Cluster) -> None:
         says(cluster, "{}")

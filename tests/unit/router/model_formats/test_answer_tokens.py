@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from router.model_formats.parser import kept_tokens
-from router.requests.detokenizer import Detokenizer, KeptTokens
+from router.texts.detokenizer import Detokenizer, KeptTokens
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 from tests.unit.router.model_formats.answers import ANSWERS, Answer, chunked, parse

@@ -11,8 +11,8 @@ from router.model_formats.formats.harmony import HARMONY
 from router.model_formats.grammar import Mode, Schema, Tools
 from router.model_formats.parser import AnswerParser, grammar, kept_tokens
 from router.model_formats.registry import Formats
-from router.requests.chat import THINKING, Chat, ToolUse, described
-from router.requests.detokenizer import KeptTokens, TokenDecoder
+from router.texts.chat import THINKING, Chat, ToolUse, described
+from router.texts.detokenizer import KeptTokens, TokenDecoder
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, joined, json_schema
 from tandem.text.chat_template import ChatTemplate

@@ -1,0 +1,76 @@
+"""The messages of a chat, as chat completions send them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from router.edge.openai.strict_model import Items, StrictModel, at_most, unsupported
+from router.edge.openai.tool_fields import ToolCall
+from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, tool_result
+from tandem.errors import InputError
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+    cache_control: object = None  # no effect: the prefix cache is automatic
+
+
+class ChatMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    id: str | None = None  # of an earlier answer that the client sends again, as the following
+    refusal: str | None = None
+    audio: object = None
+    annotations: object = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = None
+    tool_call_id: str | None = Field(None, description="Of a message of role `tool`: the call that it answers.")
+    function_call: object = None
+    reasoning_content: str | None = Field(None, description="Of an earlier answer.")
+    reasoning: str | None = Field(None, description="The same as `reasoning_content`, as other servers name it.")
+
+    def parse(self, index: int, calls: set[str]) -> Message:
+        """`calls`: ids of the calls before it, to which its own are added. Raises InputError, UnsupportedField."""
+        where = f"messages.{index}"
+        for field in ("function_call", "audio"):
+            if getattr(self, field):
+                raise unsupported(f"{where}.{field}")
+        if self.role == "function":
+            raise unsupported(f"{where}.role", f"value {self.role!r}", "send messages of role 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return Message("system" if self.role == "developer" else self.role, text, self._more(where, calls))
+
+    def _more(self, where: str, calls: set[str]) -> dict[str, Any]:
+        """What the chat template reads beside role and content."""
+        more: dict[str, Any] = {} if self.name is None else {"name": self.name}
+        for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, field) and self.role != role:
+                raise InputError(f"{where}.{field}: expected only with role {role!r}", field=f"{where}.{field}")
+        if self.tool_calls:
+            more["tool_calls"] = [
+                call.for_template(f"{where}.tool_calls.{number}") for number, call in enumerate(self.tool_calls)
+            ]
+            calls.update(call.id for call in self.tool_calls)
+        if self.role == "tool":
+            more.update(tool_result(self.tool_call_id, calls, "", f"{where}.tool_call_id").more)
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            more["reasoning_content"] = reasoning
+        return more
+
+
+def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Raises InputError, UnsupportedField."""
+    calls: set[str] = set()
+    return tuple(message.parse(index, calls) for index, message in enumerate(messages))
+
+
+Messages = Annotated[
+    Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
+]
