@@ -26,7 +26,7 @@ from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
-from router.idempotency.outcomes import KeyedMetrics
+from router.idempotency.keyed_metrics import KeyedMetrics
 from router.idempotency.shared_answers import SharedAnswers
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from router.admission.fair_queue import WeightedFairQueue
+from router.admission.fair_turns import FairTurns
 from router.request_terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import TandemError
@@ -91,10 +91,10 @@ class WaitingRequest(Generic[Item]):
 class ModelQueue(Generic[Item]):
     def __init__(self, model: str, classes: Sequence[ClassSpec]) -> None:
         self.model = model
-        self.regular: WeightedFairQueue[WaitingRequest[Item]] = WeightedFairQueue(
+        self.regular: FairTurns[WaitingRequest[Item]] = FairTurns(
             {each.name: each.weight for each in classes if not each.batch}
         )
-        self.batch: WeightedFairQueue[WaitingRequest[Item]] = WeightedFairQueue(
+        self.batch: FairTurns[WaitingRequest[Item]] = FairTurns(
             {each.name: each.weight for each in classes if each.batch}
         )
         self.rate = DrainRate()
@@ -107,7 +107,7 @@ class ModelQueue(Generic[Item]):
         return len(self.regular) + len(self.batch)
 
     @property
-    def tiers(self) -> tuple[WeightedFairQueue[WaitingRequest[Item]], WeightedFairQueue[WaitingRequest[Item]]]:
+    def tiers(self) -> tuple[FairTurns[WaitingRequest[Item]], FairTurns[WaitingRequest[Item]]]:
         """In dispatch order."""
         return self.regular, self.batch
 
@@ -115,7 +115,7 @@ class ModelQueue(Generic[Item]):
         for tier in self.tiers:
             yield from tier
 
-    def tier(self, spec: ClassSpec) -> WeightedFairQueue[WaitingRequest[Item]]:
+    def tier(self, spec: ClassSpec) -> FairTurns[WaitingRequest[Item]]:
         return self.batch if spec.batch else self.regular
 
     def has_room(self, entry: WaitingRequest[Item], *, batch: bool) -> bool:

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from router.admission.fair_queue import WeightedFairQueue
+from router.admission.fair_turns import FairTurns
 
 Result = TypeVar("Result")
 PARSER_THREADS = 2  # few, as each keeps memory of the largest body that it parsed
@@ -36,7 +36,7 @@ class ParseThreads:
     def __init__(self, executor: Executor, threads: int) -> None:
         self._executor = executor
         self._free = threads
-        self._waiting: WeightedFairQueue[_Turn] = WeightedFairQueue({_CLASS: 1.0})
+        self._waiting: FairTurns[_Turn] = FairTurns({_CLASS: 1.0})
 
     async def parse(self, tenant: str, size: int, work: Callable[[], Result]) -> Result:
         """As `run`, of a message of `size` bytes; at once if it is short."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from router.admission.fair_queue import WeightedFairQueue
+from router.admission.fair_turns import FairTurns
 from router.admission.model_queue import ModelQueue, WaitingRequest
 from router.request_terms import RequestTerms
 from tandem.config.spec import ClassSpec
@@ -24,10 +24,10 @@ from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemErr
 
 Item = TypeVar("Item")
 
+REFUSED_HOLD_S = 0.05  # between two attempts of a request that a worker refused
 MIN_RETRY_AFTER_S = 1.0  # without a better estimate
 SHORTEST_RETRY_S = 0.1
 LONGEST_RETRY_S = 60.0  # later the pool may be another: a pace measured while it stalls predicts hours
-REFUSED_HOLD_S = 0.05  # between two attempts of a request that a worker refused
 SLO_SHARE = 0.8  # a prediction is a mean: within this share of the objective, most requests meet it
 NO_WORKER_RETRY_S = 5.0
 SPARE_EXPIRIES = 64
@@ -196,7 +196,7 @@ class RequestQueue(Generic[Item]):
     def _dispatch_tier(
         self,
         line: ModelQueue[Item],
-        tier: WeightedFairQueue[WaitingRequest[Item]],
+        tier: FairTurns[WaitingRequest[Item]],
         now_s: float,
         place: Callable[[Item], bool],
     ) -> None:

@@ -14,7 +14,7 @@ from router.edge.keyed_http import REPLAYED
 from router.idempotency.answer_log import AnswerLog
 from router.idempotency.identity import keyed_request
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
-from router.idempotency.outcomes import Api
+from router.idempotency.keyed_metrics import Api
 from router.service import RouterService
 from tandem.errors import TandemError
 

@@ -17,7 +17,7 @@ from router.edge.sse import Connection, SseResponse
 from router.idempotency.answer_log import AnswerLog, Head, LogReader
 from router.idempotency.identity import keyed_request
 from router.idempotency.keyed_answers import KeyedAnswers
-from router.idempotency.outcomes import Api
+from router.idempotency.keyed_metrics import Api
 from router.service import RouterService
 from tandem.errors import RequestCancelled, TandemError
 

@@ -10,7 +10,7 @@ import msgspec
 
 from router.auth.call import Call
 from router.idempotency.keyed_answers import HEADER, KeyedRequest
-from router.idempotency.outcomes import Api
+from router.idempotency.keyed_metrics import Api
 from router.request_terms import TENANT, TIMEOUT, timeout_s
 from tandem.errors import InputError
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from router.idempotency.answer_log import AnswerLog, LogReader
-from router.idempotency.outcomes import Api, Outcome
+from router.idempotency.keyed_metrics import Api, Outcome
 from tandem.config.spec import IdempotencySpec
 from tandem.errors import (
     AnswerNotKept,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.policies.costs import handoff_s, prefill_s
 from router.policies.filters import HasPrefillRoom
+from router.policies.predicted_times import handoff_s, prefill_s
 from router.policies.types import Candidate, PlacementQuery
 
 # Local prefill must be this much sooner than a handoff, because it delays the requests that decode there.

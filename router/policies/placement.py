@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from router.policies.costs import prefill_s
 from router.policies.filters import HasPrefillRoom, NotExcluded
 from router.policies.local_prefill import LocalPrefill
+from router.policies.predicted_times import prefill_s
 from router.policies.scores import (
     CachedPrefix,
     ExpectedTime,

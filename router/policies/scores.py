@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.local_prefill import LocalPrefill
+from router.policies.predicted_times import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.types import Candidate, PlacementQuery
 
 

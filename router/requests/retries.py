@@ -1,5 +1,10 @@
 """What follows from the error of an attempt: another attempt (at most `router.max_migrations`), or the request's end.
-And which errors blame a worker."""
+And which errors blame a worker.
+
+Another attempt comes first in the queue, at once; after a refusal, `request_queue.REFUSED_HOLD_S` later.
+`requests.placer` chooses its worker, if possible one that did not fail it. `RequestRun` ends a request whose workers
+died `MAX_DEATHS` times.
+"""
 
 from __future__ import annotations
 

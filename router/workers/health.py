@@ -23,6 +23,7 @@ from router.prefix_index.mirror import WorkerKey
 from tandem.config.spec import Role
 from tandem.errors import InternalError
 
+ADMITTING_SHARE = 0.5  # of each pool: so many workers admit requests, unless more of them have stalled
 TIME_GRAIN_S = 1e-6  # sums of times are not exact
 
 
@@ -232,7 +233,7 @@ class HealthBoard:
     def _panics(self, pool: Pool) -> bool:
         """Whether fewer than half of the pool's workers take requests."""
         workers = [each for each in self._workers.values() if each.pool == pool and each.is_up]
-        return 2 * sum(each.is_in for each in workers) < len(workers)
+        return sum(each.is_in for each in workers) < ADMITTING_SHARE * len(workers)
 
     def all_healthy(self) -> bool:
         return all(worker.state is HealthState.HEALTHY for worker in self._workers.values())
@@ -345,7 +346,7 @@ class HealthBoard:
         """Ejects the worker unless more than half of its pool would admit none. Returns whether it did."""
         pool = [each for each in self._workers.values() if each.pool == worker.pool and each.is_up]
         out = sum(not (each.is_in or each.is_silent) for each in pool if each is not worker) + 1
-        is_allowed = worker.state is not HealthState.EJECTED and 2 * out <= len(pool)
+        is_allowed = worker.state is not HealthState.EJECTED and len(pool) - out >= ADMITTING_SHARE * len(pool)
         if is_allowed:
             self._eject_now(key, worker, reason, now_s)
         return is_allowed

@@ -65,6 +65,9 @@ MAX_TOKENS_HELP = (
 
 
 class _GenerationRequest(ConstraintFields):
+    """Ranges that all edges share are checked by `tandem.request.SamplingParams`; stop strings by
+    `router.requests.validation`."""
+
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)
     temperature: float | None = None

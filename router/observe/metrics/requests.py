@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from router.observe.metrics.admission import CoreCollector
+from router.observe.metrics.core import CoreCollector
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.metrics.prefix_index import IndexCollector
 from router.observe.slo import SloCollector, slo_outcome

@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from router.policies.costs import ttft_s
 from router.policies.pace import START_PACE, Pace
 from router.policies.placement import PlacementPolicy, named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, WaitReason
@@ -262,10 +261,3 @@ class TestBaselines:
             for seed in (1, 2)
         )
         assert one != other
-
-
-class TestPredictedTtft:
-    def test_of_a_placement(self) -> None:
-        prefill, decode = worker("p", outstanding=300, cached=96), worker("d", outstanding=100)
-        assert ttft_s(PlacementQuery(196), decode, None) == pytest.approx(296 / 4000)
-        assert ttft_s(PlacementQuery(196), decode, prefill) == pytest.approx(0.001 + 400 / 4000)

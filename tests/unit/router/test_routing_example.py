@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.placement import named_policy
+from router.policies.predicted_times import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.types import Candidate, Placement, PlacementQuery
 from tandem.config.spec import RouterSpec
 
@@ -115,6 +115,12 @@ CHANGES: dict[str, tuple[str, dict[str, int], float | None]] = {
 }
 
 
+def first_token_s(placed: Placement) -> float:
+    """The first token does not wait for the transfer."""
+    reserve_s = 0.0 if placed.prefill is None else placed.decode.pace.reserve_s
+    return reserve_s + prefill_s(ASK, placed.prefiller)
+
+
 @pytest.mark.parametrize("row", VARIANTS, ids=lambda row: row["what is different"])
 def test_decision(row: Row) -> None:
     name, fields, tpot_s = CHANGES[row["what is different"]]
@@ -127,7 +133,7 @@ def test_decision(row: Row) -> None:
 
     placed = POLICY.place(ASK, [changed(each) for each in DECODE], [changed(each) for each in PREFILL])
     assert isinstance(placed, Placement)
-    first_token = ms(ttft_s(ASK, placed.decode, placed.prefill))
+    first_token = ms(first_token_s(placed))
     seen = [placed.decode.worker_id, placed.prefiller.worker_id, placed.reason.value, first_token]
     assert seen == list(row.values())[1:]
 

@@ -12,7 +12,7 @@ from redis import Redis
 from router.idempotency import shared_answers
 from router.idempotency.answer_log import AnswerLog, Head
 from router.idempotency.keyed_answers import KeyedAnswers, KeyedRequest, Produce
-from router.idempotency.outcomes import Api, Outcome
+from router.idempotency.keyed_metrics import Api, Outcome
 from router.idempotency.shared_answers import SharedAnswers
 from router.testing.index import RedisServer
 from router.testing.stub_worker import until

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import MAX_REMEMBERED, FairShares, WeightedFairQueue
+from router.admission.fair_turns import MAX_REMEMBERED, FairShares, FairTurns
 
 WEIGHTS = {"low": 1.0, "mid": 2.0, "high": 5.0}
 LONGEST = 200
@@ -22,7 +22,7 @@ ENTRIES = st.builds(Entry, st.sampled_from(sorted(WEIGHTS)), st.sampled_from("xy
 STEPS = st.lists(st.one_of(ENTRIES, st.just("take"), st.just("remove")), max_size=120)
 
 
-def drain(queue: WeightedFairQueue[Entry]) -> list[Entry]:
+def drain(queue: FairTurns[Entry]) -> list[Entry]:
     taken = []
     while (entry := queue.head()) is not None:
         queue.take(entry)
@@ -30,9 +30,9 @@ def drain(queue: WeightedFairQueue[Entry]) -> list[Entry]:
     return taken
 
 
-def started(steps: list[Entry | str]) -> tuple[WeightedFairQueue[Entry], list[Entry]]:
+def started(steps: list[Entry | str]) -> tuple[FairTurns[Entry], list[Entry]]:
     """A queue after `steps`, and the entries that wait in it."""
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue(WEIGHTS)
+    queue: FairTurns[Entry] = FairTurns(WEIGHTS)
     waiting: list[Entry] = []
     for step in steps:
         if isinstance(step, Entry):
@@ -118,7 +118,7 @@ def test_nobody_starves_behind_newcomers_of_others(steps: list[Entry | str]) -> 
 
 
 def test_tokens_ahead_are_a_tenants_own_and_the_share_of_the_others() -> None:
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue(WEIGHTS)
+    queue: FairTurns[Entry] = FairTurns(WEIGHTS)
     for _ in range(10):
         queue.add(Entry("low", "x", 10))
         queue.add(Entry("high", "z", 10))
@@ -129,7 +129,7 @@ def test_tokens_ahead_are_a_tenants_own_and_the_share_of_the_others() -> None:
 
 
 def test_short_prompts_have_more_turns_than_long_ones() -> None:
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
+    queue: FairTurns[Entry] = FairTurns({"one": 1.0})
     for _ in range(20):
         queue.add(Entry("one", "long", 100))
         queue.add(Entry("one", "short", 10))
@@ -138,7 +138,7 @@ def test_short_prompts_have_more_turns_than_long_ones() -> None:
 
 
 def test_a_tenant_that_comes_late_has_no_turns_saved_up() -> None:
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
+    queue: FairTurns[Entry] = FairTurns({"one": 1.0})
     for _ in range(30):
         queue.add(Entry("one", "early", 10))
     for _ in range(10):
@@ -151,7 +151,7 @@ def test_a_tenant_that_comes_late_has_no_turns_saved_up() -> None:
 
 
 def test_a_tenant_that_leaves_the_line_empty_between_its_requests_gains_nothing() -> None:
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
+    queue: FairTurns[Entry] = FairTurns({"one": 1.0})
     for _ in range(100):
         queue.add(Entry("one", "steady", 10))
     served: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def test_a_tenant_that_leaves_the_line_empty_between_its_requests_gains_nothing(
 
 
 def test_put_first_comes_before_all_and_costs_no_turn() -> None:
-    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
+    queue: FairTurns[Entry] = FairTurns({"one": 1.0})
     a, b, back = Entry("one", "x", 10), Entry("one", "y", 10), Entry("one", "x", 1000)
     queue.add(a)
     queue.add(b)

@@ -86,7 +86,7 @@ class _ClassQueue(Generic[Entry]):
         self.tokens = 0
 
 
-class WeightedFairQueue(Generic[Entry]):
+class FairTurns(Generic[Entry]):
     """Classes share by weight; tenants of one class share equally. Entries compare by identity.
 
     Args:

@@ -1,4 +1,5 @@
-"""Predicted times of one placement, in seconds from now. Pure; docs/routing.md has a worked example.
+"""Predicted times of one placement, in seconds from now, which `scores.ExpectedTtft` and `scores.ExpectedTime` add up.
+Pure; docs/routing.md has a worked example.
 
 local:    [ queue on D ][ uncached on D ] first token, decoding
 handoff:  [ reserve ][ queue on P ][ uncached on P ] first token [ transfer of what D lacks ] decoding
@@ -39,13 +40,6 @@ def transfer_s(query: PlacementQuery, decode: Candidate, prefill: Candidate | No
     if prefill is not None:
         per_token_s = prefill.transfer_to.get(decode.worker_epoch, per_token_s)
     return decode.uncached_tokens(query) * per_token_s
-
-
-def ttft_s(query: PlacementQuery, decode: Candidate, prefill: Candidate | None) -> float:
-    """TTFT of a placement; the first token does not wait for the transfer. `prefill` None: local prefill."""
-    if prefill is None:
-        return prefill_s(query, decode)
-    return decode.pace.reserve_s + prefill_s(query, prefill)
 
 
 def handoff_s(query: PlacementQuery, decode: Candidate, soonest_prefill_s: float) -> float:
