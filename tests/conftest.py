@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(AcceptanceResults())
 
 
+@pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several processes (`make test`), each file runs in one of them, so that its fixtures start once."""
     for item in items:
@@ -49,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("acceptance", True))
         inside = item.path.relative_to(ROOT)
         item.add_marker(pytest.mark.xdist_group(inside.parts[0] if inside.parts[0] in WHOLE else str(inside)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist appends the group to the name of a test by a private part of pytest."""
+    is_grouped = hasattr(session.config, "workerinput") and session.config.getoption("loadgroup")
+    if is_grouped and not all("@" in item.nodeid.rpartition("]")[2] for item in session.items):
+        raise pytest.UsageError("pytest-xdist does not group tests with this pytest: install scripts/constraints.txt")
 
 
 class Reference:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from cluster.testing.failing_rank import FAULT_FILE
 from cluster.testing.failing_rank import __name__ as FAILING_RANK
 from router.testing.stub_worker import until
@@ -20,6 +22,7 @@ from worker.exit_codes import GPU_LOST_EXIT_CODE
 STEPS = MAX_TOKENS // 3  # in the middle of an answer
 
 
+@pytest.mark.slow
 async def test_a_failed_gpu_costs_no_answer_and_its_rank_says_why(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ async def test_they_end_with_errors_of_their_own_and_the_others_are_answered(
         assert [each.tokens for each in again] == expected
 
 
+@pytest.mark.slow
 async def test_a_step_that_takes_long_is_no_stall(routed: StartRouted, tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, layers=6)
     router = RouterSpec(worker_stall_s=2.0, http_port=0, grpc_port=0)
@@ -68,6 +69,7 @@ async def test_a_step_that_takes_long_is_no_stall(routed: StartRouted, tmp_path:
         assert not live.app.dispatcher.fleet.health.ejected
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_engines_is_quarantined_after_two_which_end(
     routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path
 ) -> None:

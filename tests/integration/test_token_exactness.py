@@ -192,7 +192,7 @@ async def test_through_a_handoff(
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"),
     [
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
         pytest.param(1, 2, marks=pytest.mark.slow),
         pytest.param(1, 1, marks=pytest.mark.soak_only),
         pytest.param(2, 4, marks=pytest.mark.soak_only),

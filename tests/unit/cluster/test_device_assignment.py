@@ -236,6 +236,7 @@ def test_ray_gives_ranks_different_gpus_and_shows_them_all(tiny: str) -> None:
     assert {each["visible"] for each in found.values()} == {UUIDS}
 
 
+@pytest.mark.slow
 def test_under_ray_both_roles_share_one_gpu_of_those_that_the_spec_names(tiny: str) -> None:
     model = {"source": tiny, "engine": {"device": "cuda", "device_share": 0.45}}
     found = under_ray(model, gpus=1, visible=UUIDS, devices=[2])

@@ -104,6 +104,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_members_live_in_actors_that_ray_brings_back(tmp_path_factory: pytest.TempPathFactory) -> None:
     """In a process of its own: Ray reads its token when it is imported, and keeps it."""
     folder = Path("/tmp") / f"tandem-test-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders

@@ -108,7 +108,7 @@ def interpreted(program: str, *arguments: str) -> str:
     ("dtype", "sizes"),  # of the pool; the GPU's processors, tokens of a block, KV heads, query heads, dimensions
     [
         ("float32", (3, 16, 1, 3, 16)),
-        ("float8_e4m3", (1, 8, 2, 2, 24)),
+        pytest.param("float8_e4m3", (1, 8, 2, 2, 24), marks=pytest.mark.slow),
     ],
 )
 def test_the_triton_kernel_is_right(dtype: str, sizes: tuple[int, ...]) -> None:
@@ -159,6 +159,7 @@ print(len(kernel._memory))
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 def test_a_long_sequence_is_split_in_any_batch_and_all_batches_share_the_memory() -> None:
     """Parts of tiles, where most programs would else wait for the longest sequence."""
     *parts, memories = map(int, interpreted(SPLITS).split())

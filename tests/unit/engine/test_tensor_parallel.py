@@ -186,6 +186,7 @@ def test_a_request_that_fails_all_ranks_ends_alone(tmp_path: Path, reference_for
     assert codes == [0, 0]
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_at_different_places_end(tmp_path: Path) -> None:
     """They cannot use their collectives again."""
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, seed=2)

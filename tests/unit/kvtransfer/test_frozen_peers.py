@@ -56,7 +56,7 @@ def links_lost(worker: FakeWorker, peer: FakeWorker) -> list[LinkReport]:
     return [each for each in reports if each.peer_worker == peer.worker_id and each.state == "down"]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nccl"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nccl", marks=pytest.mark.slow)])
 async def test_eight_stopped_peers_do_not_fail_the_handoff_to_a_ninth(
     make_worker: MakeWorker, tmp_path: Path, transport: str
 ) -> None:
@@ -122,7 +122,7 @@ def all_staging(agent: Agent, size_bytes: int, *, receives: bool) -> Iterator[No
         yield
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nccl"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nccl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 async def test_a_piece_waits_for_staging_longer_than_a_link_may_stall(
     make_worker: MakeWorker, transport: str, side: str

@@ -42,7 +42,7 @@ async def opened(make_worker: MakeWorker, point: str, times: int, **options: obj
     return handoff, report
 
 
-@pytest.mark.parametrize("device", ["", "cpu"])
+@pytest.mark.parametrize("device", ["", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", ["connect", "send_probe", "prepare", "join"])
 async def test_the_next_transport_is_taken_when_the_first_fails_to_open(
     make_worker: MakeWorker, point: str, device: str
