@@ -23,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes cut off option names on a terminal of 80 columns
 )
 
 app.add_typer(keys, name="keys")
@@ -118,6 +119,9 @@ def up(
         int | None, typer.Option(help="Longest context in tokens. Default: the model's own.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key that clients must send. Default: none; see `tandem keys` for more.")
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the cluster serves; `tandem down` stops it.")
     ] = False,
@@ -129,7 +133,7 @@ def up(
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
         redis_url, disaggregation, name, tls, autoscale, dry_run, tuple(settings or ()), host, served_model_name,
-        max_model_len, dtype,
+        max_model_len, dtype, api_key,
     )  # fmt: skip
     if detach:
         from cluster.cli.commands.background import run_detached
@@ -147,11 +151,15 @@ def down(address: Address = None, cluster: ClusterName = None, tls: Tls = None) 
 
 
 @app.command()
-def demo() -> None:
-    """Start one prefill and one decode worker, ask three questions, show where the time went, and stop."""
+def demo(
+    name: Annotated[
+        str, typer.Option("--name", "--cluster", help="Name of the cluster, unique on this machine.")
+    ] = "tandem-demo",
+) -> None:
+    """Ask a small cluster three questions, show where the time went. It has one prefill and one decode worker."""
     from cluster.cli.commands.demo import run_demo
 
-    raise typer.Exit(run_demo())
+    raise typer.Exit(run_demo(name))
 
 
 @app.command()
@@ -160,10 +168,10 @@ def chat(
         str | None, typer.Argument(help="Ask this and exit. Default: read questions from the terminal or stdin.")
     ] = None,
     model: ServedName = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens of an answer. Default: the rest of the context.")
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own sampling.")
     ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer. Default: 1024.", min=1)] = None,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
     raw: Annotated[
@@ -190,7 +198,7 @@ def status(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Show the workers, KV blocks, links and processes of a running cluster."""
+    """Show workers, KV blocks, links and processes of a cluster."""
     from cluster.cli.commands.status import run_status
 
     raise typer.Exit(run_status(json, address, cluster, tls))
@@ -206,7 +214,7 @@ def top(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Watch the workers, links, queues and requests of a running cluster."""
+    """Watch workers, links, queues and requests of a cluster."""
     from cluster.cli.commands.top import run_top
 
     raise typer.Exit(run_top(once, interval, address, cluster, tls))
@@ -252,7 +260,7 @@ def drain(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Empty a worker, then remove or restart it, without losing a request."""
+    """Empty a worker, then remove or restart it; no request is lost."""
     from cluster.cli.admin_client import find_admin
     from cluster.cli.commands.scaling import run_drain
 
@@ -305,7 +313,7 @@ def replay(
     request: Annotated[str | None, typer.Option(help="Show every step of this request only.")] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Show every step: event, actions, state.")] = False,
 ) -> None:
-    """Replay a router's recorded decisions and show the first difference. Exits with 1 if there is one."""
+    """Replay recorded decisions and show the first difference. Exits with 1 if there is one."""
     from cluster.cli.commands.replay import run_replay
 
     raise typer.Exit(run_replay(file, request, steps))
@@ -313,7 +321,7 @@ def replay(
 
 @app.command()
 def doctor(config: Config = None, model: Model = None, settings: Settings = None) -> None:
-    """Check ports, memory, shared memory, devices, Redis and the model. Every failure names its fix."""
+    """Check ports, memory, devices, Redis and the model. Every failure names its fix."""
     from cluster.cli.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(config, model, settings or ()))
@@ -322,9 +330,7 @@ def doctor(config: Config = None, model: Model = None, settings: Settings = None
 planning.add_to(app)
 
 
-certs = typer.Typer(
-    help="Certificates of a cluster: mutual TLS between its processes, TLS for clients.", no_args_is_help=True
-)
+certs = typer.Typer(help="Certificates: mutual TLS inside a cluster, TLS for clients.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
 CertsFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the certificates.")]
 Days = Annotated[int, typer.Option(help="Days for which the certificates are valid.", min=1, max=3650)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import grpc
 import grpc.aio
@@ -27,7 +27,7 @@ def edge_channel(address: str, ca: str | None) -> grpc.aio.Channel:
 
 
 def chat_request(
-    messages: list[inference_pb2.ChatMessage], *, model: str, temperature: float, max_tokens: int | None
+    messages: list[inference_pb2.ChatMessage], *, model: str, temperature: float | None, max_tokens: int | None
 ) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         model=model,
@@ -38,15 +38,18 @@ def chat_request(
 
 async def generate(
     channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None = None
-) -> AsyncIterator[inference_pb2.GenerateResponse]:
+) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """Yields the stream's events. Raises the router's TandemError."""
     stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
     metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    call = stub.Generate(request, metadata=metadata)
     try:
-        async for event in stub.Generate(request, metadata=metadata):
+        async for event in call:
             yield event
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+    finally:
+        call.cancel()  # nothing, unless the caller takes no more events
 
 
 def _is_authority(certificate: x509.Certificate) -> bool:

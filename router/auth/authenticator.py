@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hmac
 import time
 from collections.abc import Callable
 
 from router.auth.api_keys import KeyTable
 from router.auth.jwt_tokens import MAX_TOKEN_CHARS, JwtVerifier
-from router.auth.principal import AccessLevel, Principal
+from router.auth.principal import SPEC_KEY, AccessLevel, Principal
+from tandem.config.auth import key_hash
 from tandem.errors import PermissionDenied, Unauthenticated
 
 _MAX_HEADER_CHARS = MAX_TOKEN_CHARS + 16
 
 
 class Authenticator:
-    """Does no I/O: its owner replaces `keys` and the verifier's keys while it runs."""
+    """Does no I/O: its owner replaces `keys` and the verifier's keys while it runs.
 
-    def __init__(self, jwt: JwtVerifier | None = None, now_unix_s: Callable[[], float] = time.time) -> None:
+    Args: `spec_key_sha256` is security.auth.api_key_sha256.
+    """
+
+    def __init__(
+        self,
+        jwt: JwtVerifier | None = None,
+        spec_key_sha256: str | None = None,
+        now_unix_s: Callable[[], float] = time.time,
+    ) -> None:
         self.keys: KeyTable | None = None
+        self._spec_key_sha256 = spec_key_sha256
         self.jwt = jwt
         self._now_unix_s = now_unix_s
 
@@ -31,6 +42,8 @@ class Authenticator:
         return principal
 
     def _principal(self, credential: str) -> Principal:
+        if self._spec_key_sha256 is not None and hmac.compare_digest(key_hash(credential), self._spec_key_sha256):
+            return SPEC_KEY
         now_unix_s = self._now_unix_s()
         if self.jwt is not None and "." in credential:  # an API key has no dot
             return self.jwt.principal(credential, now_unix_s)

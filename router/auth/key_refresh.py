@@ -124,7 +124,7 @@ class KeyRefresh:
         self._poll_s = poll_s
         self._clock = clock
         self._max_stale_s = auth.max_stale_s
-        self.authenticator = Authenticator(None if auth.jwt is None else JwtVerifier(auth.jwt))
+        self.authenticator = Authenticator(None if auth.jwt is None else JwtVerifier(auth.jwt), auth.api_key_sha256)
         self._files: list[WatchedFile] = []
         self._fetched: FetchedKeys | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -159,7 +159,8 @@ class KeyRefresh:
         sources: list[WatchedFile | FetchedKeys] = [*self._files]
         if self._fetched is not None:
             sources.append(self._fetched)
-        stale_s = self._clock.now_s() - min(each.current_s for each in sources)
+        now_s = self._clock.now_s()
+        stale_s = now_s - min((each.current_s for each in sources), default=now_s)
         if stale_s > self._max_stale_s:
             raise UnavailableError(
                 f"authorization: the router could not read its keys for {stale_s:.0f} s, and accepts none after "

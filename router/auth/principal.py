@@ -40,6 +40,7 @@ class Principal:
 
 
 ANONYMOUS = Principal(key_id="", tenant="", admin=True)  # every caller of a router without security.auth
+SPEC_KEY = Principal(key_id="api-key", tenant="default", admin=True)  # who has the key of security.auth.api_key_sha256
 
 
 class CacheSalts:

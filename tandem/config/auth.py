@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -25,6 +26,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def key_hash(key: str) -> str:
+    """The value of security.auth.api_key_sha256 for this key."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class AuthMode(StrEnum):
@@ -91,11 +97,16 @@ class AuthSpec(Frozen):
 
     mode: AuthMode | None = Field(
         None,
-        description="Unset: required if keys_file or jwt is set; otherwise none, and the router must listen on "
-        "loopback.",
+        description="Unset: required if keys_file, api_key_sha256 or jwt is set; otherwise none, and the router must "
+        "listen on loopback.",
     )
     keys_file: Name | None = Field(
         None, description="File of API keys, written by `tandem keys`, on every router host; reread when it changes."
+    )
+    api_key_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
+        None,
+        description="SHA-256, in hex, of one key of your own choice, which `tandem up --api-key` sets. Its holder may "
+        "do everything; its tenant is `default`.",
     )
     jwt: JwtSpec | None = None
     max_stale_s: Annotated[float, Field(gt=0)] = Field(
@@ -126,17 +137,21 @@ class AuthSpec(Frozen):
 
     @property
     def required(self) -> bool:
-        return self.mode is AuthMode.REQUIRED or self.keys_file is not None or self.jwt is not None
+        return self.mode is AuthMode.REQUIRED or self._has_means
+
+    @property
+    def _has_means(self) -> bool:
+        return self.keys_file is not None or self.api_key_sha256 is not None or self.jwt is not None
 
     @model_validator(mode="after")
     def _means_fit_mode(self) -> AuthSpec:
-        has_means = self.keys_file is not None or self.jwt is not None
-        if self.mode is AuthMode.REQUIRED and not has_means:
+        if self.mode is AuthMode.REQUIRED and not self._has_means:
             raise ValueError(
-                "security.auth.keys_file: expected keys_file or jwt, because security.auth.mode is required"
+                "security.auth.keys_file: expected keys_file, api_key_sha256 or jwt, because security.auth.mode is "
+                "required"
             )
-        if self.mode is AuthMode.NONE and has_means:
-            raise ValueError("security.auth.mode: expected required (or unset) with keys_file or jwt")
+        if self.mode is AuthMode.NONE and self._has_means:
+            raise ValueError("security.auth.mode: expected required (or unset) with keys_file, api_key_sha256 or jwt")
         return self
 
     @model_validator(mode="after")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,25 +14,30 @@ from rich.console import Console
 
 from cluster.cli import state_file
 from cluster.cli.router_client import chat_request, edge_channel, generate
-from cluster.interruptible import run_interruptible
 from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
+
+DEFAULT_MAX_TOKENS = 1024
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as of a shell
+_HINT = "Ctrl-C ends an answer. /clear forgets the conversation. /bye or Ctrl-D ends it."
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Settings of every request. `raw`: sends each text as a plain prompt, without a chat template."""
+    """Settings of every request. `temperature` None: the model's own sampling. `max_tokens` None: the command ends an
+    answer after DEFAULT_MAX_TOKENS, for a request may not name more than the context has. `raw`: sends each text as a
+    plain prompt, without a chat template."""
 
     model: str
-    temperature: float
+    temperature: float | None
     max_tokens: int | None
     raw: bool = False
 
     def request(self, messages: list[inference_pb2.ChatMessage]) -> inference_pb2.GenerateRequest:
+        request = chat_request(messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens)
         if self.raw:
-            sampling = inference_pb2.SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
-            return inference_pb2.GenerateRequest(model=self.model, prompt=messages[-1].content, sampling=sampling)
-        return chat_request(messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens)
+            request.prompt = messages[-1].content  # replaces the chat
+        return request
 
 
 def run_chat(
@@ -46,59 +52,109 @@ def run_chat(
     if address is None:
         found = state_file.find(cluster)
         address, given = found.grpc, given or found.edge_ca
-    return run_interruptible(_chat(question, options, address, given, api_key))
-
-
-async def _chat(question: str | None, options: ChatOptions, address: str, ca: str | None, api_key: str | None) -> int:
-    """Raises the router's error; at a terminal, prints it and reads the next question."""
-    interactive = question is None and sys.stdin.isatty()
-    messages: list[inference_pb2.ChatMessage] = []
-    async with edge_channel(address, ca) as channel:
-        while (text := question or await _read_line("you> " if interactive else "")) is not None:
-            if not text.strip():
-                continue
-            messages.append(inference_pb2.ChatMessage(role="user", content=text))
-            try:
-                answer = await _stream_answer(channel, options.request(messages), api_key)
-            except TandemError as error:
-                if not interactive:
-                    raise
-                Console(stderr=True, highlight=False).print(f"[red]error:[/] {error.message}")
-                messages.pop()
-                continue
-            messages.append(inference_pb2.ChatMessage(role="assistant", content=answer))
+    at_terminal = question is None and sys.stdin.isatty()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises KeyboardInterrupt from here on
+    with asyncio.Runner() as runner:
+        channel = runner.run(_open(address, given))
+        chat = Conversation(runner, channel, options, api_key)
+        try:
             if question is not None:
-                break
+                chat.ask(question)
+            elif at_terminal:
+                _talk(chat)
+            else:
+                for line in sys.stdin:
+                    if line.strip():
+                        chat.ask(line.rstrip("\n"))
+        except KeyboardInterrupt:
+            return 0 if at_terminal else INTERRUPTED
+        finally:
+            runner.run(channel.close())
     return 0
 
 
-async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None) -> str:
-    answer = ""
-    try:
-        async for event in generate(channel, request, api_key):
-            answer += event.chunk.text
-            print(event.chunk.text, end="", flush=True)
-    finally:
-        print()
-    return answer
+class Conversation:
+    """Questions and answers so far. `ask` prints an answer as it comes."""
+
+    def __init__(
+        self, runner: asyncio.Runner, channel: grpc.aio.Channel, options: ChatOptions, api_key: str | None
+    ) -> None:
+        self._runner = runner
+        self._channel = channel
+        self._options = options
+        self._api_key = api_key
+        self._messages: list[inference_pb2.ChatMessage] = []
+        self._notes = Console(stderr=True, highlight=False)
+
+    def ask(self, text: str) -> None:
+        """Raises the router's error; KeyboardInterrupt if Ctrl-C ended the answer, of which the part that came stays in
+        the conversation."""
+        question = inference_pb2.ChatMessage(role="user", content=text)
+        answer: list[str] = []
+        try:
+            self._runner.run(self._print_answer([*self._messages, question], answer))
+        finally:
+            if answer:
+                said = inference_pb2.ChatMessage(role="assistant", content="".join(answer))
+                self._messages += [question, said]
+
+    def forget(self) -> None:
+        self._messages.clear()
+
+    def note(self, text: str, style: str = "dim") -> None:
+        self._notes.print(text, style=style, markup=False)
+
+    async def _print_answer(self, messages: list[inference_pb2.ChatMessage], answer: list[str]) -> None:
+        """Appends the texts of the answer to `answer`."""
+        tokens, is_at_limit = 0, False
+        events = generate(self._channel, self._options.request(messages), self._api_key)
+        try:
+            async for event in events:
+                if event.chunk.reasoning and sys.stdout.isatty():
+                    print(f"\x1b[2m{event.chunk.reasoning}\x1b[22m", end="", flush=True)
+                if event.chunk.text:
+                    answer.append(event.chunk.text)
+                    print(event.chunk.text, end="", flush=True)
+                tokens += len(event.chunk.token_ids)
+                is_over = self._options.max_tokens is None and tokens >= DEFAULT_MAX_TOKENS
+                is_at_limit = is_over or event.finished.reason == inference_pb2.FINISH_REASON_LENGTH
+                if is_over:
+                    break
+        finally:
+            await events.aclose()
+            print()
+        if is_at_limit:
+            self.note(f"The answer ended after {tokens} tokens; --max-tokens allows more, up to the model's context.")
 
 
-async def _read_line(prompt: str) -> str | None:
-    """Reads the next line from stdin; None at the end of the input."""
-    if prompt:
-        print(prompt, end="", flush=True)
-    loop = asyncio.get_running_loop()
-    line: asyncio.Future[str] = loop.create_future()
+def _talk(chat: Conversation) -> None:
+    """Reads questions from the terminal until its end, /bye, or Ctrl-C instead of a question."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  gives `input` line editing and history
+    chat.note(_HINT)
+    while True:
+        try:
+            text = input("you> ").strip()
+        except EOFError:
+            print()
+            return
+        match text:
+            case "":
+                continue
+            case "/bye":
+                return
+            case "/clear":
+                chat.forget()
+                continue
+        try:
+            chat.ask(text)
+        except KeyboardInterrupt:
+            chat.note("The answer was ended.")
+        except TandemError as error:
+            chat.note(f"error: {error.message}", style="red")
 
-    def set_result(text: str) -> None:
-        if not line.done():
-            line.set_result(text)
 
-    def read() -> None:
-        text = sys.stdin.readline()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_result, text)
-
-    # A daemon thread: a blocked read cannot be interrupted, and Ctrl-C must end the command immediately.
-    threading.Thread(target=read, daemon=True).start()
-    return (await line).rstrip("\n") or (None if line.result() == "" else "")
+async def _open(address: str, ca: str | None) -> grpc.aio.Channel:
+    """On the event loop, as gRPC asks."""
+    return edge_channel(address, ca)

@@ -41,14 +41,15 @@ class DemoRequest:
     finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
 
 
-def run_demo() -> int:
+def run_demo(name: str) -> int:
+    """Raises ConfigError."""
     with lossy_output():
-        return run_interruptible(_demo(console()))
+        return run_interruptible(_demo(console(), demo_spec(name)))
 
 
-def demo_spec() -> ClusterSpec:
-    """The default spec under another name. Replaces ports that are in use by free ones."""
-    default = load_spec(None, {"name": "tandem-demo"})
+def demo_spec(name: str) -> ClusterSpec:
+    """The default spec under another name. Replaces ports that are in use by free ones. Raises ConfigError."""
+    default = load_spec(None, {"name": name})
     ports = {
         "router.http_port": (default.router.http_host, default.router.http_port),
         "router.grpc_port": (default.router.grpc_host, default.router.grpc_port),
@@ -60,17 +61,17 @@ def demo_spec() -> ClusterSpec:
         for (field, (host, port)), other in zip(ports.items(), free, strict=True)
     }
     # Makes every question show a handoff, even if it adds few tokens to the shared system prompt.
-    return load_spec(None, {"name": "tandem-demo", "router.disaggregation": "always"} | chosen)
+    return load_spec(None, {"name": name, "router.disaggregation": "always"} | chosen)
 
 
-async def _demo(console: Console) -> int:
+async def _demo(console: Console, spec: ClusterSpec) -> int:
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {escape(what)}[/]")
 
     console.print("[bold]Tandem[/]: one prefill worker, one decode worker; KV blocks move from one to the other")
-    async with running_cluster(demo_spec(), progress) as cluster:
+    async with running_cluster(spec, progress) as cluster:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
         tls = cluster.spec.router.tls
         async with edge_channel(cluster.grpc_address, tls.cert if tls is not None else None) as channel:

@@ -99,7 +99,11 @@ def _tls(spec: ClusterSpec) -> str:
 def _auth(spec: ClusterSpec) -> str:
     check_auth(spec)
     auth = spec.security.auth
-    means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
+    means = [
+        name
+        for name, given in (("API keys", auth.keys_file or auth.api_key_sha256), ("JWTs", auth.jwt))
+        if given is not None
+    ]
     return " or ".join(means) if means else "clients are not authenticated"
 
 

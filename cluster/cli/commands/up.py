@@ -17,8 +17,11 @@ from cluster.keeper.lossy_output import lossy_output
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import assignments, load_spec
 from cluster.spec.requirements import check_requirements
+from tandem.config.auth import key_hash
 from tandem.config.observability import LogTarget
 from tandem.errors import ConfigError
+
+MIN_API_KEY_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class UpFlags:
     served_model_name: str | None = None
     max_model_len: int | None = None
     dtype: str | None = None
+    api_key: str | None = None
 
     def source(self) -> SpecSource:
         """Raises ConfigError."""
@@ -82,10 +86,21 @@ class UpFlags:
             "control.backend": self.backend,
             "redis.mode": "external" if self.redis_url else None,
             "redis.url": self.redis_url,
+            "security.auth.api_key_sha256": None if self.api_key is None else _hash_of(self.api_key),
             "autoscaler.enabled": True if self.autoscale else None,
             "autoscaler.dry_run": True if self.dry_run else None,
             **_tls_fields(self.tls),
         }
+
+
+def _hash_of(api_key: str) -> str:
+    """Raises ConfigError."""
+    if len(api_key) < MIN_API_KEY_CHARS:
+        raise ConfigError(
+            f"--api-key: expected at least {MIN_API_KEY_CHARS} characters; `openssl rand -hex 32` makes a good key",
+            field="--api-key",
+        )
+    return key_hash(api_key)
 
 
 def _tls_fields(folder: Path | None) -> dict[str, str]:

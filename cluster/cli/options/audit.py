@@ -9,7 +9,7 @@ import typer
 
 # ruff: noqa: PLC0415 (as in cluster.cli.main)
 
-audit = typer.Typer(help="Audit logs with security.auth.audit_chained (docs/security.md).", no_args_is_help=True)
+audit = typer.Typer(help="Chained audit logs (docs/security.md).", no_args_is_help=True)
 
 
 @audit.callback()
@@ -20,7 +20,7 @@ def commands() -> None:
 @audit.command()
 def verify(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Files of one log, the oldest first; .gz files too.")
+        list[Path], typer.Argument(metavar="FILE", help="Files of one log, the oldest first; .gz files too.")
     ],
     key_file: Annotated[
         Path | None,

@@ -11,7 +11,7 @@ from cluster.cli.options.shared import Json
 
 # ruff: noqa: PLC0415 (as in cluster.cli.main)
 
-keys = typer.Typer(help="API keys of the clients that may call the routers (docs/security.md).", no_args_is_help=True)
+keys = typer.Typer(help="API keys of clients (docs/security.md).", no_args_is_help=True)
 
 File = Annotated[
     Path,

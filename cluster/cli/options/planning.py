@@ -173,7 +173,7 @@ def plan(
     jitter: Jitter = True,
     json: Json = False,
 ) -> None:
-    """Find the cheapest cluster that serves a traffic within the objectives --ttft, --tpot, or both."""
+    """Find the cheapest cluster that serves a traffic. It must meet the objectives --ttft, --tpot, or both."""
     from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
     from cluster.cli.commands.planning.plan import PlanFlags, run_plan
     from planner.search.plan import Goal
@@ -195,7 +195,7 @@ def profile(
         str, typer.Option(help="Device whose links the model assumes: a100, ..., cpu, or a YAML file.")
     ] = "cpu",
 ) -> None:
-    """Measure the engine's steps on this hardware, for `tandem simulate --cost` and `tandem plan --cost`."""
+    """Measure the engine's steps on this hardware. `simulate` and `plan` take the result as --cost."""
     from cluster.cli.commands.planning.profile import run_profile
 
     raise typer.Exit(run_profile(config, model, device, output))
@@ -233,7 +233,10 @@ def bench(
     outputs: Outputs = 1.0,
     seed: Seed = 0,
     jitter: Jitter = True,
-    connections: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1, max=65536)] = 1024,
+    connections: Annotated[
+        int,
+        typer.Option("--concurrency", "--connections", help="Maximum number of concurrent requests.", min=1, max=65536),
+    ] = 1024,
     timeout: Annotated[float, typer.Option(help="Seconds until a request is cancelled.", min=0.1, max=86400)] = 600.0,
     warm_up: Annotated[int, typer.Option(help="Warm-up requests, which are not measured.", min=0, max=1000)] = 2,
     ignore_eos: Annotated[bool, typer.Option(help="Force outputs of exactly the trace's lengths.")] = True,
@@ -251,7 +254,7 @@ def bench(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Play a trace against a cluster or any OpenAI endpoint, and measure the figures that `simulate` predicts."""
+    """Play a trace against a cluster or an OpenAI endpoint. Measures the figures that `simulate` predicts."""
     from cluster.cli.commands.planning.bench import BenchFlags, run_bench
     from cluster.cli.commands.planning.inputs import TrafficFlags
     from cluster.cli.load.player import LoadLimits
@@ -275,7 +278,7 @@ def compare(
     b: Result,
     json: Json = False,
 ) -> None:
-    """Compare two results: prediction and measurement, two ratios, or Tandem and another server."""
+    """Compare two results of `simulate` or `bench`. For example two ratios, or Tandem and another server."""
     from cluster.cli.commands.planning.compare import run_compare
 
     raise typer.Exit(run_compare(a, b, json))

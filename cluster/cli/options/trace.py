@@ -23,7 +23,7 @@ class _ShowByDefault(TyperGroup):
         return parsed
 
 
-traces = typer.Typer(cls=_ShowByDefault, help="Show where the time of requests went, or record requests as a trace.")
+traces = typer.Typer(cls=_ShowByDefault, help="Show where the time of requests went, or record them.")
 
 
 @traces.command()
@@ -35,7 +35,7 @@ def show(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Show the stages of one request, with its handoff, as a Gantt chart. The word `show` is optional."""
+    """Show the stages of one request as a Gantt chart. The word `show` is optional."""
     from cluster.cli.commands.trace import run_trace
 
     raise typer.Exit(run_trace(request, json, limit, address, cluster, tls))
@@ -56,7 +56,7 @@ def record(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Record the requests of a running cluster: times, lengths, classes and salted hashes, without text."""
+    """Record the requests of a running cluster, without text. Times, lengths, classes and salted hashes are kept."""
     from cluster.cli.admin_client import find_admin
     from cluster.cli.commands.record import run_record
 

@@ -18,6 +18,7 @@ from cluster.cli.commands.doctor import CHECKS
 from cluster.cli.commands.up import UpFlags
 from cluster.cli.main import app
 from cluster.spec.check_tls import check_tls
+from tandem.config.auth import key_hash
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.rpc.identity import Identity, identities
@@ -216,6 +217,17 @@ def test_up_takes_a_folder_of_certificates(tmp_path: Path) -> None:
     assert spec.security.tls.of("worker").cert == str(tmp_path / "worker.pem")
     assert spec.router.tls is not None
     assert spec.router.tls.key == str(tmp_path / "edge.key")
+
+
+def test_up_keeps_only_the_hash_of_its_api_key() -> None:
+    given: dict[str, Any] = dict.fromkeys(each.name for each in fields(UpFlags)) | {
+        "autoscale": False,
+        "dry_run": False,
+    }
+    spec = UpFlags(**given | {"api_key": "a-key-of-mine", "host": "0.0.0.0"}).source().spec
+    assert spec.security.auth.api_key_sha256 == key_hash("a-key-of-mine")
+    with pytest.raises(ConfigError, match="--api-key: expected at least 8 characters"):
+        UpFlags(**given | {"api_key": "short"}).source()
 
 
 def test_an_admin_certificate_says_which_cluster_it_is_of(tmp_path: Path) -> None:

@@ -86,6 +86,18 @@ def test_every_command_helps(path: tuple[str, ...]) -> None:
     assert "Usage:" in found.output
 
 
+def test_no_option_is_cut_off_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for path in commands(get_command(app)):
+        shown = CliRunner().invoke(app, [*path, "--help"]).output
+        context = get_command(app)
+        for name in path:
+            context = context.commands[name]  # type: ignore[attr-defined]
+        names = [name for each in context.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"]
+        assert [name for name in names if not re.search(rf"{name}\b", shown)] == [], path
+        assert [line for line in shown.splitlines() if line.startswith("  ") and line.endswith("...")] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from router.auth.key_refresh import KeyRefresh, WatchedFile
 from router.auth.keys_file import change_keys
 from router.auth.principal import AccessLevel
-from tandem.config.auth import AuthSpec
+from tandem.config.auth import AuthSpec, key_hash
 from tandem.errors import ConfigError, Unauthenticated, UnavailableError
 from tandem.testing.models import FakeClock
 from tests.unit.router.auth.conftest import Keys
@@ -75,3 +76,16 @@ def _is_accepted(sources: KeyRefresh, key: str) -> bool:
         return sources.identify(key, AccessLevel.CALLER).tenant == "acme"
     except UnavailableError:
         return False
+
+
+async def test_the_key_of_the_spec_is_accepted_beside_a_file_and_alone(keys: Keys) -> None:
+    own = AuthSpec(api_key_sha256=key_hash("a.key-of-mine"))  # also one with a dot, as JWTs have
+    for spec in (own, own.model_copy(update={"keys_file": str(keys.path)})):
+        found = KeyRefresh(spec, FakeClock())
+        principal = found.identify("Bearer a.key-of-mine", AccessLevel.ADMIN)
+        assert (principal.tenant, principal.admin) == ("default", True)
+        with pytest.raises(Unauthenticated):
+            found.identify("Bearer a.key-of-mine2", AccessLevel.CALLER)
+    assert found.identify(keys.bearer("acme")["authorization"], AccessLevel.CALLER).tenant == "acme"
+    with pytest.raises(ValidationError, match=r"security.auth.mode: expected required"):
+        AuthSpec.model_validate({"mode": "none", "api_key_sha256": key_hash("a.key-of-mine")})
