@@ -187,6 +187,40 @@ class RooflineCostModel:
         return 2 * model.layers * each_s
 
 
+@dataclass(frozen=True, slots=True)
+class ConstrainedCostModel:
+    """The steps of `base` with masks: a `share` of the rows that are sampled has a grammar, and each of them adds
+    `mask_s_per_row`, the part of finding and applying its mask that the model's own work does not hide."""
+
+    base: CostModel
+    share: float
+    mask_s_per_row: float
+
+    def __post_init__(self) -> None:
+        _require_share(self, "share")
+        if not self.mask_s_per_row >= 0:
+            raise ConfigError(
+                f"mask_s_per_row: expected at least 0, got {self.mask_s_per_row:g}", field="mask_s_per_row"
+            )
+
+    @property
+    def fit_error(self) -> float | None:
+        return self.base.fit_error
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.step_s((), batch, context_tokens) if batch else 0.0
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        masks_s = self.share * (batch + len(prefills)) * self.mask_s_per_row
+        return self.base.step_s(prefills, batch, context_tokens) + masks_s
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return self.base.transfer_s(num_bytes)
+
+
 def _require_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)

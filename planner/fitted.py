@@ -224,6 +224,14 @@ def read_measured(path: Path) -> dict[int, CostModel]:
 Measurements = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
 
 
+def read_mask_s_per_row(path: Path) -> float | None:
+    """Reads the cost of masks from a file of `write_measured`; None: it was not measured. Raises ConfigError."""
+    found = _json(path).get("mask_s_per_row")
+    if found is not None and not (isinstance(found, float | int) and found >= 0):
+        raise ConfigError(f"{path.name}: mask_s_per_row: expected seconds, got {found!r}", field="--cost")
+    return found
+
+
 def read_host(path: Path) -> HostCores:
     """Reads the host from a file of `write_measured`. Raises ConfigError."""
     host = _json(path).get("host")
@@ -239,7 +247,11 @@ def read_host(path: Path) -> HostCores:
 
 
 def write_measured(
-    path: Path, widths: dict[int, Measurements], about: dict[str, str], host: HostCores | None = None
+    path: Path,
+    widths: dict[int, Measurements],
+    about: dict[str, str],
+    host: HostCores | None = None,
+    mask_s_per_row: float | None = None,
 ) -> None:
     """Writes the measurements, not the fit: `read_measured` fits them again."""
     entries = [
@@ -252,6 +264,7 @@ def write_measured(
         for tp, (prefills, decodes, link) in widths.items()
     ]
     content = {"about": about, "widths": entries} | ({} if host is None else {"host": asdict(host)})
+    content |= {} if mask_s_per_row is None else {"mask_s_per_row": mask_s_per_row}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

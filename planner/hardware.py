@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost import CostModel, RooflineCostModel
+from planner.cost import ConstrainedCostModel, CostModel, RooflineCostModel
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
@@ -13,21 +13,29 @@ from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
 from tandem.config.spec import ClusterSpec, ModelSpec, Role, RouterSpec
 from tandem.errors import ConfigError
 
+MASK_S_PER_ROW = 10e-6  # without a measurement: of `structured.mask_p50_us`, two threads
 _ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a block is 1/32 of the mean prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """`measured`: cost models by TP width that replace the roofline model. `host`: the host that all workers share;
-    None: each has its own hardware."""
+    None: each has its own hardware. `constrained`: the share of requests whose answers a grammar constrains, each row
+    of which takes `mask_s_per_row` more."""
 
     model: PlannedModel
     device: DeviceSpec
     measured: Mapping[int, CostModel] = field(default_factory=dict)
     host: HostCores | None = None
+    constrained: float = 0.0
+    mask_s_per_row: float = MASK_S_PER_ROW
 
     def cost(self, tp: int) -> CostModel:
         """Raises ConfigError when a measured model lacks this width."""
+        free = self._free_cost(tp)
+        return ConstrainedCostModel(free, self.constrained, self.mask_s_per_row) if self.constrained else free
+
+    def _free_cost(self, tp: int) -> CostModel:
         if self.measured:
             if tp not in self.measured:
                 known = ", ".join(map(str, sorted(self.measured)))

@@ -18,6 +18,7 @@ from tandem.engine.api import EngineRequest, ExportRange
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import ConfigError
+from tandem.grammar.constraint import regex
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
@@ -30,6 +31,10 @@ CHUNKS_OF_A_PROMPT = 4  # measures each chunk size after contexts of several len
 REPEATS = 3
 DECODE_STEPS = 6
 MIXED_BATCH, MIXED_PROMPT, MIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decodes
+
+MASKED_BATCH, MASKED_STEPS, MASK_RUNS = 16, 8, 3
+# Letters and digits only, and so many that nothing is forced and no answer ends within the steps.
+MASK_GRAMMAR = regex("[a-zA-Z0-9 ]{200,400}", "grammar").grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,25 @@ class Profiler:
             )
         return found
 
+    def mask_s_per_row(self, report: Callable[[str], None]) -> float | None:
+        """Seconds that a row with a grammar adds to a decode step; None if the model's vocabulary takes no grammar."""
+        engine = self._rank.engine  # only this one has a compiler of grammars
+        batch = max(1, min(MASKED_BATCH, self._spec.max_running_requests, self._capacity // (2 * MIXED_PROMPT)))
+        took: dict[str | None, list[float]] = {None: [], MASK_GRAMMAR: []}
+        for grammar in (None, MASK_GRAMMAR) * MASK_RUNS:
+            for _ in range(batch):
+                self._add(engine, MIXED_PROMPT // 2, output_tokens=3 * MASKED_STEPS, grammar=grammar)
+            ended = [end for _ in range(MASKED_STEPS) for end in engine.step().ended]  # prompts, compiling, first masks
+            took[grammar] += [_timed(engine) for _ in range(MASKED_STEPS // 2)]
+            while engine.has_work:
+                engine.step()
+            if any(end.error is not None for end in ended):
+                report("masks not measured: no grammar can be used with this vocabulary")
+                return None
+        masks_s = max(0.0, statistics.median(took[MASK_GRAMMAR]) - statistics.median(took[None])) / batch
+        report(f"masks: {masks_s * 1e6:.1f} µs for each constrained row")
+        return masks_s
+
     def mixed_s(self) -> float:
         """Seconds for one step with several prompts and the decode steps that follow."""
         longest = min(self._rank.max_model_tokens - MIXED_STEPS - 2, self._capacity // MIXED_BATCH - MIXED_STEPS - 2)
@@ -123,11 +147,11 @@ class Profiler:
         )
         return Engine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
 
-    def _add(self, engine: Engine, prompt_tokens: int, output_tokens: int) -> None:
+    def _add(self, engine: Engine, prompt_tokens: int, output_tokens: int, grammar: str | None = None) -> None:
         number = next(self._numbers)
         vocab = self._rank.config.vocab_size
         prompt = tuple((number + 7 * position) % vocab for position in range(prompt_tokens))
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, grammar=grammar)
         engine.add(EngineRequest(str(number), prompt, sampling, HashKey("profile"), use_prefix_cache=False))
 
 

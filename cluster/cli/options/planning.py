@@ -54,6 +54,9 @@ ElementBytes = Annotated[
     float | None,
     typer.Option(help="Bytes per element of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32. Default: the device's."),
 ]
+Constrained = Annotated[
+    float, typer.Option("--constrained", help="Share of the requests whose answers a schema or grammar constrains.")
+]
 Ttft = Annotated[
     float | None, typer.Option("--ttft", help="Objective for the time to first token, in seconds. Default: none.")
 ]
@@ -69,6 +72,7 @@ def simulate(
     device: Device = "cpu",
     cost: Cost = None,
     element_bytes: ElementBytes = None,
+    constrained: Constrained = 0.0,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
     ] = False,
@@ -115,7 +119,7 @@ def simulate(
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
     )
-    hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host)
+    hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host, constrained)
     flags = SimulateFlags(
         traffic,
         hardware,
@@ -143,6 +147,7 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Dollars per device and hour. Default: the device's.")] = None,
     cost: Cost = None,
     element_bytes: ElementBytes = None,
+    constrained: Constrained = 0.0,
     step_tokens: Annotated[
         list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
     ] = None,
@@ -182,7 +187,7 @@ def plan(
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
     )
-    hardware = HardwareFlags(model, device, cost, price, element_bytes)
+    hardware = HardwareFlags(model, device, cost, price, element_bytes, constrained=constrained)
     goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
     raise typer.Exit(run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json)))
 

@@ -13,7 +13,7 @@ from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
 from cluster.cli.commands.planning.profile import run_profile
 from cluster.cli.main import app
 from cluster.profiling.profiler import Grid
-from planner.fitted import read_host, read_measured
+from planner.fitted import read_host, read_mask_s_per_row, read_measured
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 
@@ -23,7 +23,7 @@ GRID = Grid(chunks=(16, 32, 64), batches=(1, 2, 4), contexts=(16, 48))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
+    write_tiny_llama(folder, eos_token_id=2)
     return folder
 
 
@@ -40,6 +40,12 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["simulate", *traffic, *hardware])
     assert result.exit_code == 0, result.output
     assert "mean fit error" in result.stdout
+    masks_s = read_mask_s_per_row(cost)
+    assert masks_s is not None
+    assert 0 <= masks_s < 0.01
+    masked = load_hardware(HardwareFlags(str(model), "cpu", str(cost), constrained=0.5))
+    more_s = masked.cost(1).decode_step_s(4, 100) - measured.decode_step_s(4, 100)
+    assert more_s == pytest.approx(0.5 * 4 * masks_s)
     host = read_host(cost)
     assert host.cores == len(os.sched_getaffinity(0))
     assert host.contention < 10

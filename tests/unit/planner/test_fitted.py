@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cost import CostModel, LinkShape, PrefillWork, RooflineCostModel
+from planner.cost import ConstrainedCostModel, CostModel, LinkShape, PrefillWork, RooflineCostModel
 from planner.devices import find_device, shipped_devices
 from planner.fitted import DecodePoint, PrefillPoint, fit, read_distserve, read_measured, read_splitwise, write_measured
 from planner.hardware import Hardware
@@ -51,6 +51,17 @@ def test_more_work_never_costs_less_even_where_the_measurements_say_so() -> None
     odd = [PrefillPoint(n, 0, 0.1 - 1e-5 * n) for n in GRID]
     model = fit(odd, measured()[1], LINK, "test")
     assert model.prefill_s(1024, 0) >= model.prefill_s(16, 0) > 0
+
+
+def test_each_constrained_row_that_is_sampled_adds_its_mask() -> None:
+    free = fit(*measured(), LINK, "test")
+    masked = ConstrainedCostModel(free, share=0.25, mask_s_per_row=0.001)
+    assert masked.decode_step_s(8, 800) == pytest.approx(free.decode_step_s(8, 800) + 0.002)
+    assert masked.prefill_s(100, 0) == pytest.approx(free.prefill_s(100, 0) + 0.00025)
+    assert masked.step_s([PrefillWork(9, 0)], 3, 30) == pytest.approx(free.step_s([PrefillWork(9, 0)], 3, 30) + 0.001)
+    assert (masked.decode_step_s(0, 0), masked.transfer_s(1 << 20)) == (0.0, free.transfer_s(1 << 20))
+    with pytest.raises(ConfigError, match="share"):
+        ConstrainedCostModel(free, share=1.5, mask_s_per_row=0.0)
 
 
 def test_a_step_of_both_kinds_pays_its_overhead_once() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner.cost import CostModel
 from planner.devices import DeviceSpec, find_device
-from planner.fitted import read_distserve, read_host, read_measured, read_splitwise
+from planner.fitted import read_distserve, read_host, read_mask_s_per_row, read_measured, read_splitwise
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
@@ -43,7 +43,7 @@ class TrafficFlags:
 @dataclass(frozen=True, slots=True)
 class HardwareFlags:
     """`cost`: a table or measured cost model: FILE, FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
-    the cores of the host on which it was measured."""
+    the cores of the host on which it was measured. `constrained`: the share of requests with a schema or grammar."""
 
     model: str
     device: str
@@ -51,6 +51,7 @@ class HardwareFlags:
     price: float | None = None
     element_bytes: float | None = None  # None: the device's default
     one_host: bool = False
+    constrained: float = 0.0
 
 
 def load_traffic(flags: TrafficFlags) -> TrafficTrace:
@@ -131,13 +132,21 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
             raise ConfigError(f"--price: expected at least 0, got {flags.price:g}", field="--price")
         device = device.model_copy(update={"price_per_hour": flags.price})
     element_bytes = device.element_bytes if flags.element_bytes is None else flags.element_bytes
-    hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device)
+    if not 0 <= flags.constrained <= 1:
+        raise ConfigError(
+            f"--constrained: expected a share from 0 to 1, got {flags.constrained:g}", field="--constrained"
+        )
+    hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device, constrained=flags.constrained)
     if flags.cost is None:
         if flags.one_host:
             raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
         return hardware
     host = read_host(Path(flags.cost)) if flags.one_host else None
-    return replace(hardware, measured=_costs(flags.cost, device), host=host)
+    costs = _costs(flags.cost, device)
+    masks_s = read_mask_s_per_row(Path(flags.cost)) if flags.cost.endswith(".json") else None
+    return replace(
+        hardware, measured=costs, host=host, mask_s_per_row=hardware.mask_s_per_row if masks_s is None else masks_s
+    )
 
 
 def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
@@ -158,6 +167,9 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
 
 def describe_cost(hardware: Hardware, tp: int) -> str:
     """The source of the step times and their error."""
+    if hardware.constrained:
+        masks = f"; {hardware.constrained:.0%} of the rows constrained, {hardware.mask_s_per_row * 1e6:.0f} µs each"
+        return describe_cost(replace(hardware, constrained=0.0), tp) + masks
     if not hardware.measured:
         device = hardware.device
         return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; not fitted to measurements)"

@@ -35,9 +35,10 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     with build_alone(resolved.folder, engine) as rank:
         profiler = Profiler(rank, engine, grid or Grid())
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
+        masks_s = profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
-    write_measured(output, {1: (prefills, decodes, link)}, about, host)
+    write_measured(output, {1: (prefills, decodes, link)}, about, host, masks_s)
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
