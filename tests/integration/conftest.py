@@ -61,13 +61,17 @@ def routed(short_folder: Path, forks: ForkServer) -> StartRouted:
         *,
         prefill: int,
         decode: int,
+        decode_tp: int = 1,
         engine: EngineSpec | None = None,
         observability: ObservabilitySpec | None = None,
         auth: AuthSpec | None = None,
         router: RouterSpec | None = None,
         rank_module: str = RANK_MODULE,
     ) -> AsyncIterator[Routed]:
-        model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
+        sizes = {"prefill": {"workers": prefill}, "decode": {"workers": decode, "tp": decode_tp}}
+        model = ModelSpec.model_validate(
+            {"source": str(model_dir), "engine": engine or EngineSpec(kv_blocks=256)} | sizes
+        )
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
         forked = forks if rank_module == RANK_MODULE else None

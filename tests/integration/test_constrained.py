@@ -91,10 +91,11 @@ def answers(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
     return [driver.tokens[f"{number}"] for number in range(STREAMS)]
 
 
+@pytest.mark.parametrize("decode_tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_handed_off_answer_is_that_of_one_engine(
-    routed: StartRouted, tiny: Path, answers: list[list[int]]
+    routed: StartRouted, tiny: Path, answers: list[list[int]], decode_tp: int
 ) -> None:
-    async with routed(tiny, prefill=1, decode=1, engine=ENGINE) as live:
+    async with routed(tiny, prefill=1, decode=1, decode_tp=decode_tp, engine=ENGINE) as live:
         streams = [Stream(number, answer) for number, answer in enumerate(answers)]
         await asyncio.gather(*(stream.read(live.app.service) for stream in streams))
         for stream in streams:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from tandem.testing.models import write_tiny_llama
 from tests.integration.conftest import Routed, StartRouted
 from tests.integration.test_failover import retries
 
+EVERY = bool(os.environ.get("TANDEM_SOAK"))
+STREAMS, STEP, HANDOFF_KILLS = (200, 1, 50) if EVERY else (24, 12, 3)
+TOGETHER = 8
 VOCAB = 300
 EOS = 2
 ENGINE = EngineSpec(kv_blocks=1200, max_step_tokens=100)
@@ -88,37 +94,73 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab=VOCAB, seed=1, eos_token_id=EOS)
 
 
-async def read_all(live: Routed, count: int) -> Sequence[Read]:
-    reads = [Read(number) for number in range(count)]
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{live.app.http_port}", timeout=120, verify=False
-    ) as client:
+async def run_all(live: Routed, reads: Sequence[Read]) -> None:
+    url = f"http://127.0.0.1:{live.app.http_port}"
+    async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
         await asyncio.gather(*(read.run(client) for read in reads))
+
+
+async def read_all(live: Routed, numbers: range) -> Sequence[Read]:
+    reads = [Read(number) for number in numbers]
+    await run_all(live, reads)
     return reads
 
 
-async def kill_often(live: Routed, role: Role, times: int) -> None:
-    """Kills the busiest worker of the role, lets it come back, and again."""
+def any_has(reads: Sequence[Read], events: int) -> bool:
+    return any(len(read.choices) >= events for read in reads)
+
+
+def any_is_busy(live: Routed, role: Role) -> bool:
+    return any(worker.account.requests > 0 for worker in live.app.dispatcher.fleet.ready("tiny", role))
+
+
+async def until_done_or(task: asyncio.Task[None], condition: Callable[[], bool]) -> None:
+    await until(lambda: task.done() or condition())
+
+
+async def kill_busiest(live: Routed, role: Role) -> None:
+    """Kills the busiest worker of the role and waits until it has come back."""
     fleet = live.app.dispatcher.fleet
-    for _ in range(times):
-        await until(lambda: any(worker.account.requests for worker in fleet.ready("tiny", role)))
-        victim = max(fleet.ready("tiny", role), key=lambda worker: worker.account.requests).key.worker_id
-        live.workers.live[victim].kill()
-        await live.workers.restart(victim)
-        await until(lambda: len(fleet.ready("tiny", role)) == 2)
+    workers = fleet.ready("tiny", role)
+    victim = max(workers, key=lambda worker: worker.account.requests).key.worker_id
+    live.workers.live[victim].kill()
+    await live.workers.restart(victim)
+    await until(lambda: len(fleet.ready("tiny", role)) == len(workers))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_clients_read_the_same_when_workers_are_killed(routed: StartRouted, tiny: Path, role: Role) -> None:
-    async with routed(tiny, prefill=2, decode=2, engine=ENGINE) as live:
-        undisturbed = await read_all(live, 24)
+@pytest.mark.soak
+async def test_clients_read_the_same_when_the_decode_worker_dies_at_any_token(routed: StartRouted, tiny: Path) -> None:
+    """`make soak`: at every token of 200 streams. Here some of both."""
+    async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:
+        undisturbed = await read_all(live, range(STREAMS))
         for read in undisturbed:
             read.assert_valid()
-        killing = asyncio.create_task(kill_often(live, role, 2))
-        disturbed = await read_all(live, 24)
-        assert retries(live) > 0, "nothing was disturbed"
-        assert [read.parts() for read in disturbed] == [read.parts() for read in undisturbed]
-        while not killing.done():  # it needs requests to see
-            await read_all(live, 4)
-        await killing
+        longest = max(len(read.choices) for read in undisturbed)
+        batches = [range(first, first + TOGETHER) for first in range(0, STREAMS, TOGETHER)]
+        ats = range(1, longest, STEP)
+        rounds = itertools.product(ats, batches) if EVERY else zip(ats, itertools.cycle(batches), strict=False)
+        for at, numbers in rounds:
+            reads = [Read(number) for number in numbers]
+            reading = asyncio.create_task(run_all(live, reads))
+            await until_done_or(reading, partial(any_has, reads, at))
+            await kill_busiest(live, Role.DECODE)
+            await reading
+            assert [read.parts() for read in reads] == [undisturbed[number].parts() for number in numbers], at
+        assert retries(live) > len(ats) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+async def test_clients_read_the_same_when_prefill_workers_die_in_handoffs(routed: StartRouted, tiny: Path) -> None:
+    async with routed(tiny, prefill=2, decode=2, engine=ENGINE) as live:
+        undisturbed = await read_all(live, range(TOGETHER))
+        for _ in range(HANDOFF_KILLS):
+            reads = [Read(number) for number in range(TOGETHER)]
+            reading = asyncio.create_task(run_all(live, reads))
+            before = retries(live)
+            await until_done_or(reading, partial(any_is_busy, live, Role.PREFILL))
+            await kill_busiest(live, Role.PREFILL)
+            await reading
+            assert retries(live) > before, "nothing was disturbed"
+            assert [read.parts() for read in reads] == [read.parts() for read in undisturbed]

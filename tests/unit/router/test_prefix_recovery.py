@@ -83,7 +83,10 @@ async def test_older_snapshot_is_not_taken_by_a_router_that_knows_more(
     await side.sees({A1: 4})
 
 
-@pytest.mark.parametrize("value", [b"", b"\x63\x01", b"\x01\x01short", b"\x01\x01" + bytes(16 * 20_000)])
+MALFORMED = {"empty": b"", "unknown": b"\x63\x01", "short": b"\x01\x01short", "long": b"\x01\x01" + bytes(16 * 20_000)}
+
+
+@pytest.mark.parametrize("value", MALFORMED.values(), ids=MALFORMED)  # pytest puts the id into the environment
 async def test_malformed_entry_costs_the_credit_of_its_worker_until_the_next_snapshot(
     side: IndexReplica, hand: IndexKeyWriter, value: bytes
 ) -> None:
