@@ -263,7 +263,8 @@ def write_measured(
         }
         for tp, (prefills, decodes, link) in widths.items()
     ]
-    content = {"about": about, "widths": entries} | ({} if host is None else {"host": asdict(host)})
+    content: dict[str, Any] = {"about": about, "widths": entries}
+    content |= {} if host is None else {"host": asdict(host)}
     content |= {} if mask_s_per_row is None else {"mask_s_per_row": mask_s_per_row}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
