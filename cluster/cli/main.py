@@ -271,6 +271,9 @@ def drain(
 def restart(
     model: RestartModel = None,
     wait: Wait = False,
+    routers: Annotated[
+        bool, typer.Option("--routers", help="The routers too, before the workers. With one, clients must reconnect.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Begin none: follow the one under way.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
@@ -281,7 +284,7 @@ def restart(
     from cluster.cli.commands.scaling import run_restart, run_watch_restart
 
     admin = find_admin(address, cluster, tls)
-    raise typer.Exit(run_watch_restart(admin) if watch else run_restart(model, wait, admin))
+    raise typer.Exit(run_watch_restart(admin) if watch else run_restart(model, wait, routers, admin))
 
 
 @app.command()

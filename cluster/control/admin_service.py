@@ -158,8 +158,9 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.RestartWorkersRequest, context: Context
     ) -> cluster_pb2.RollingRestart:
         asked = ["wait for ends"] if request.wait_for_ends else []
+        asked += ["routers"] if request.routers else []
         async with self._audited(context, "RestartWorkers", asked, request.model):
-            await self._restart.begin(request.model, move=not request.wait_for_ends)
+            await self._restart.begin(request.model, move=not request.wait_for_ends, routers=request.routers)
         return self._restart.status()
 
     async def GetRestart(self, request: cluster_pb2.GetRestartRequest, context: Context) -> cluster_pb2.RollingRestart:

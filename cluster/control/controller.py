@@ -80,7 +80,7 @@ class Controller:
         self.workers = Workers(cluster, backend, self._tls, touch)
         self.routers = Routers(cluster, backend, run_base, touch)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
-        self.restart = RollingRestart(self.workers, self.scaler, self._record.write)
+        self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
         self.applier = SpecApplier(self.scaler, self.autoscaling, self._successor.source, touch)
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+
 from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_live
 from cluster.tasks import count_failure
 from tandem.config.frozen import Frozen
@@ -71,12 +73,14 @@ class DrainRecord(Frozen):
 
 
 class RestartRecord(Frozen):
-    """A restart of workers, one after another. `epochs`: by worker, in their order, when it began: a worker in another
-    epoch has been restarted. `left`: of them, those that left the cluster before their turn."""
+    """A restart of routers and workers, one after another. `epochs`: by worker, in their order, when it began: a worker
+    in another epoch has been restarted. `routers`: likewise, by router its number of restarts. `left`: of the workers,
+    those that left the cluster before their turn."""
 
     restart_id: str
     epochs: dict[str, int]
     move: bool
+    routers: dict[str, int] = Field(default_factory=dict)
     restarted: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     is_over: bool = False

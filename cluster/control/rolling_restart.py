@@ -1,7 +1,8 @@
-"""Restarts every worker, one after another, while the others serve: an operation of the controller, not of a caller.
+"""Restarts every worker, and if asked every router, one after another, while the others serve: an operation of the
+controller, not of a caller.
 
 The record tells how far it is, so the next controller goes on with it. A worker is restarted if its epoch is not the
-recorded one, so none is restarted twice.
+recorded one, a router if its number of restarts is not, so none is restarted twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from cluster.control.pool_scaler import RESUME_ATTEMPTS, RESUME_DELAY_S, PoolScaler
 from cluster.control.record import RestartRecord
+from cluster.control.routers import Routers
 from cluster.control.workers import Workers
 from cluster.tasks import count_failure
 from tandem.errors import ConfigError, TandemError
@@ -24,30 +26,36 @@ log = logging.getLogger(__name__)
 class RollingRestart:
     """`record`: the last one, under way or over; at a take-over, of the controller before. `note`: keeps it."""
 
-    def __init__(self, workers: Workers, scaler: PoolScaler, note: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, workers: Workers, routers: Routers, scaler: PoolScaler, note: Callable[[], Awaitable[None]]
+    ) -> None:
         self.record: RestartRecord | None = None
         self._workers = workers
+        self._routers = routers
         self._scaler = scaler
         self._note = note
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self, model_name: str, *, move: bool) -> None:
+    async def begin(self, model_name: str, *, move: bool, routers: bool = False) -> None:
         """Returns when it is recorded. An empty name: the workers of all models, but for those that were given up.
+        `routers`: these too, and first.
 
         Raises ConfigError for an unknown model, or if a restart is under way.
         """
         before = self.record
         if before is not None and not before.is_over:
-            done = len(before.restarted) + len(before.left)
+            done, count = len(before.restarted) + len(before.left), len(before.epochs) + len(before.routers)
+            what = "routers and workers" if before.routers else "workers"
             raise ConfigError(
-                f"a restart of {len(before.epochs)} workers is under way, {done} of them are done: wait for its end "
+                f"a restart of {count} {what} is under way, {done} of them are done: wait for its end "
                 "(`tandem restart --watch`)"
             )
         models = [self._workers.model(model_name)] if model_name else self._workers.models
         slots = [slot for model in models for slot in self._workers.slots_of(model)]
         slots.sort(key=lambda slot: (slot.model.spec.served_name, slot.role != "prefill", slot.worker_id))
         epochs = {slot.worker_id: slot.epoch for slot in slots}
-        self.record = RestartRecord(restart_id=secrets.token_hex(8), epochs=epochs, move=move)
+        counts = {slot.name: slot.restarts for slot in self._routers.slots} if routers else {}
+        self.record = RestartRecord(restart_id=secrets.token_hex(8), epochs=epochs, move=move, routers=counts)
         try:
             await self._note()
         except BaseException:
@@ -70,6 +78,7 @@ class RollingRestart:
             return cluster_pb2.RollingRestart()
         return cluster_pb2.RollingRestart(
             restart_id=record.restart_id,
+            router_ids=record.routers,
             worker_ids=record.epochs,
             restarted=record.restarted,
             left=record.left,
@@ -80,6 +89,11 @@ class RollingRestart:
     async def _run(self, record: RestartRecord) -> None:
         restarted, left, failure = list(record.restarted), list(record.left), ""
         try:
+            for name, restarts in record.routers.items():
+                if name not in restarted:
+                    await self._routers.restart(name, restarts)
+                    restarted.append(name)
+                    self._changed(record, restarted, left)
             for worker_id, epoch in record.epochs.items():
                 if worker_id not in (*restarted, *left):
                     is_there = await self._restarted(worker_id, epoch, record.move)
@@ -87,7 +101,7 @@ class RollingRestart:
                     self._changed(record, restarted, left)
         except TandemError as error:
             failure = error.message
-            log.warning("the restart of all workers ended before its end: %s", failure)
+            log.warning("a restart of everything ended before its end: %s", failure)
         self._changed(record, restarted, left, is_over=True, failure=failure)
 
     async def _restarted(self, worker_id: str, epoch: int, move: bool) -> bool:

@@ -19,12 +19,13 @@ from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
 from cluster.tasks import count_failure
 from tandem.config.spec import ClusterSpec, RouterSpec
-from tandem.errors import PortInUse
+from tandem.errors import PortInUse, UnavailableError
 
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 0.5
+POLL_S = 0.1
 STOP_MARGIN_S = 2.0  # added to the router's drain timeout before SIGKILL
 
 
@@ -110,6 +111,25 @@ class RouterSlot:
                 raise
             count_failure(self.name, "it could not be run")
             return f"it could not be run: {error}"
+
+    async def restart(self, restarts: int, timeout_s: float) -> None:
+        """Stops the router when it serves, unless it has restarted since `restarts`: `run` starts it again. Its running
+        requests may end within its drain timeout. Returns when it serves again.
+
+        Raises UnavailableError if it cannot start, or does not serve in `timeout_s` beyond its drain.
+        """
+        is_stopped, most_s = False, timeout_s + self._launch.router.drain_timeout_s + STOP_MARGIN_S
+        try:
+            async with asyncio.timeout(most_s):
+                while (state := await self._state()) is not RouterState.READY or self.restarts == restarts:
+                    if self.failure:
+                        raise UnavailableError(self.failure)
+                    if state is RouterState.READY and not is_stopped:
+                        is_stopped = True
+                        await self._member.stop()
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UnavailableError(f"{self.name} did not serve again within {most_s:g} s") from None
 
     async def close(self) -> None:
         """Stops the router. Running requests may finish within its drain timeout; the rest end with an error."""

@@ -118,6 +118,12 @@ class Routers:
             raise ConfigError(failure)
         return ", ".join(router.name for router in routers if router.state is not RouterState.READY)
 
+    async def restart(self, name: str, restarts: int) -> None:
+        """Restarts the router, unless it has been since `restarts`, and returns when it serves. Its running requests
+        may finish within its drain timeout. Raises UnavailableError."""
+        slot = next(each for each in self.slots if each.name == name)
+        await slot.restart(restarts, self._cluster.spec.control.start_timeout_s)
+
     async def close(self) -> None:
         """Lets running requests finish within `router.drain_timeout_s`, then stops the routers."""
         await asyncio.gather(*(router.close() for router in self.slots))

@@ -870,19 +870,23 @@ class RestartWorkersRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     WAIT_FOR_ENDS_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: the workers of all models"""
     wait_for_ends: _builtins.bool
     """let requests finish on a worker instead of moving them"""
+    routers: _builtins.bool
+    """the routers too, one after another, before the workers"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         wait_for_ends: _builtins.bool = ...,
+        routers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "wait_for_ends", b"wait_for_ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "routers", b"routers", "wait_for_ends", b"wait_for_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -913,6 +917,7 @@ class RollingRestart(_message.Message):
     LEFT_FIELD_NUMBER: _builtins.int
     IS_OVER_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    ROUTER_IDS_FIELD_NUMBER: _builtins.int
     restart_id: _builtins.str
     is_over: _builtins.bool
     failure: _builtins.str
@@ -929,6 +934,10 @@ class RollingRestart(_message.Message):
     def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """those that left the cluster before their turn"""
 
+    @_builtins.property
+    def router_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in their order, before the workers; `restarted` has those that are ready again"""
+
     def __init__(
         self,
         *,
@@ -938,10 +947,11 @@ class RollingRestart(_message.Message):
         left: _abc.Iterable[_builtins.str] | None = ...,
         is_over: _builtins.bool = ...,
         failure: _builtins.str = ...,
+        router_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "is_over", b"is_over", "left", b"left", "restart_id", b"restart_id", "restarted", b"restarted", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "is_over", b"is_over", "left", b"left", "restart_id", b"restart_id", "restarted", b"restarted", "router_ids", b"router_ids", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

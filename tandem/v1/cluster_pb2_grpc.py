@@ -176,7 +176,7 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RestartWorkers(self, request, context):
-        """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+        """Begins to restart every worker, if asked every router too, one after another, without losing a request. The controller goes on by itself, and
         so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

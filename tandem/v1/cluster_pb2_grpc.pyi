@@ -58,7 +58,7 @@ class ClusterStub:
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
     """Removes or restarts a worker without losing a request."""
     RestartWorkers: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RestartWorkersRequest, _cluster_pb2.RollingRestart]
-    """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+    """Begins to restart every worker, if asked every router too, one after another, without losing a request. The controller goes on by itself, and
     so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
     """
     GetRestart: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetRestartRequest, _cluster_pb2.RollingRestart]
@@ -98,7 +98,7 @@ class ClusterAsyncStub(ClusterStub):
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Removes or restarts a worker without losing a request."""
     RestartWorkers: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RestartWorkersRequest, _cluster_pb2.RollingRestart]  # type: ignore[assignment]
-    """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+    """Begins to restart every worker, if asked every router too, one after another, without losing a request. The controller goes on by itself, and
     so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
     """
     GetRestart: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetRestartRequest, _cluster_pb2.RollingRestart]  # type: ignore[assignment]
@@ -195,7 +195,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RestartWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RollingRestart, _abc.Awaitable[_cluster_pb2.RollingRestart]]:
-        """Begins to restart every worker, one after another, without losing a request. The controller goes on by itself, and
+        """Begins to restart every worker, if asked every router too, one after another, without losing a request. The controller goes on by itself, and
         so does the next one if it dies. Refused with FAILED_PRECONDITION while such a restart is under way.
         """
 

@@ -365,7 +365,6 @@ async def test_pools_change_under_load_without_a_lost_or_changed_answer(
 
 
 @pytest.mark.soak_only
-@pytest.mark.acceptance(27, soak="2,000 requests, workers only")
 async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: Controller) -> None:
     await controller.scaler.scale("", 1, 2)
     before = {name: slot.epoch for name, slot in controller.workers.slots.items()}

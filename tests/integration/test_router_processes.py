@@ -30,6 +30,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
+REQUESTS = 10_000 if os.environ.get("TANDEM_SOAK") else 24
 VOCAB = 300
 MAX_TOKENS = 300
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -229,8 +230,40 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     await serves_again(first, restarts + 1)
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.acceptance(27, here="routers and workers, once, under running requests", soak="10,000 requests")
+async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(controller: Controller) -> None:
+    slots = controller.routers.slots
+    expected = await answers(slots, 1, 24)
+    before = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    answered = rolls = 0
+
+    async def ask_again(number: int) -> None:
+        nonlocal answered
+        ask = number % len(ASKS)
+        while answered < REQUESTS or not rolls:
+            assert await Client(slots, number % 2).ask(*ASKS[ask], 24) == expected[ask]
+            answered += 1
+
+    asking = asyncio.gather(*(ask_again(number) for number in range(2 * len(ASKS))))
+    while not asking.done():
+        await controller.restart.begin("", move=True, routers=True)
+        async with asyncio.timeout(300):
+            while not controller.restart.status().is_over:
+                await asyncio.sleep(0.05)
+        assert controller.restart.status().failure == ""
+        rolls += 1
+    await asking
+    after = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    assert after == [count + rolls for count in before]
+    await conserved(controller)
+    print(f"{rolls} rolling restarts under {answered} requests")
+
+
 async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(controller: Controller) -> None:
     second = controller.routers.slots[1]
+    restarts = second.restarts
     expected = await answers(controller.routers.slots, 0, 16)
     clients = [Client(controller.routers.slots, 1) for _ in ASKS]
     asked = [asyncio.create_task(client.ask(*ask, 16)) for client, ask in zip(clients, ASKS, strict=True)]
@@ -239,4 +272,4 @@ async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(contr
     assert await asyncio.gather(*asked) == expected
     assert not [text for client in clients for text in client.broken]
     await conserved(controller)
-    await serves_again(second, 1)
+    await serves_again(second, restarts + 1)

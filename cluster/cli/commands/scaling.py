@@ -39,8 +39,9 @@ def run_ratio(ratio: str, model: str | None, admin: Admin) -> int:
     return asyncio.run(_ratio(admin, int(parts[1]), int(parts[2]), model or ""))
 
 
-def run_restart(model: str | None, wait: bool, admin: Admin) -> int:
-    return asyncio.run(_restart(admin, cluster_pb2.RestartWorkersRequest(model=model or "", wait_for_ends=wait)))
+def run_restart(model: str | None, wait: bool, routers: bool, admin: Admin) -> int:
+    request = cluster_pb2.RestartWorkersRequest(model=model or "", wait_for_ends=wait, routers=routers)
+    return asyncio.run(_restart(admin, request))
 
 
 def run_watch_restart(admin: Admin) -> int:
@@ -120,8 +121,9 @@ async def _watch(admin: Admin, restart: cluster_pb2.RollingRestart) -> int:
             told |= _tell(restart, told)
             if restart.is_over:
                 break
-            waiting = [each for each in restart.worker_ids if each not in told]
-            shown.update(f"restarting {waiting[0] if waiting else ''} ({len(told)} of {len(restart.worker_ids)} done)")
+            every = [*restart.router_ids, *restart.worker_ids]
+            waiting = [each for each in every if each not in told]
+            shown.update(f"restarting {waiting[0] if waiting else ''} ({len(told)} of {len(every)} done)")
             await asyncio.sleep(WATCH_S)
             try:
                 async with controller_at(admin) as stub:

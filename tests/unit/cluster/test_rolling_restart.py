@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -26,6 +27,24 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
+@dataclass
+class RouterInPlace:
+    name: str
+    restarts: int = 0
+
+
+class StandInRouters:
+    """Two of them, which restart at once."""
+
+    def __init__(self) -> None:
+        self.slots = [RouterInPlace("router-0"), RouterInPlace("router-1")]
+
+    async def restart(self, name: str, restarts: int) -> None:
+        (slot,) = (each for each in self.slots if each.name == name)
+        if slot.restarts == restarts:
+            slot.restarts += 1
+
+
 async def kept() -> None:
     """Keeps nothing."""
 
@@ -45,7 +64,7 @@ def restart_of(
 
     scaler = PoolScaler(workers, ControlSpec(start_timeout_s=10.0), poll_s=0.001)
     monkeypatch.setattr(scaler, "_is_busy", is_busy)
-    return RollingRestart(workers, scaler, note)
+    return RollingRestart(workers, StandInRouters(), scaler, note)  # type: ignore[arg-type]
 
 
 def record_of(restart: RollingRestart) -> RestartRecord:
@@ -84,6 +103,30 @@ async def test_workers_restart_in_turn_and_a_second_restart_is_refused_meanwhile
     await restart.begin("", move=True)  # the next one
     assert not restart.status().is_over
     await restart.close()
+
+
+async def test_routers_restart_first_and_once_also_by_the_next_controller(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ready(workers)
+    first = restart_of(workers, monkeypatch)
+    await first.begin("", move=True, routers=True)
+    routers = ["router-0", "router-1"]
+    assert (list(first.status().router_ids), list(first.status().worker_ids)) == (routers, IDS)
+    await until(lambda: list(first.status().restarted) == routers)
+    with pytest.raises(ConfigError, match="a restart of 5 routers and workers is under way, 2 of them are done"):
+        await first.begin("", move=True)
+    assert all(slot.state is not WorkerState.RESTARTING for slot in list(workers.slots.values())[1:])
+    await first.close()
+    second = restart_of(workers, monkeypatch)
+    second.record = record_of(first).model_copy(update={"restarted": ("router-0",)})  # not noted in time
+    second._routers = first._routers
+    second.resume()
+    for worker_id in IDS:
+        await back(workers, second, worker_id)
+    await until(lambda: second.status().is_over)
+    assert list(second.status().restarted) == [*routers, *IDS]
+    assert [slot.restarts for slot in first._routers.slots] == [1, 1]
 
 
 async def test_the_next_controller_goes_on_and_restarts_no_worker_twice(
