@@ -36,7 +36,7 @@ from tandem.checkpoint.model_store import pull
 from tandem.config.spec import DEMO_MODEL
 from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler, Matcher
-from tandem.grammar.constraint import Constraint, json_schema
+from tandem.grammar.constraint import Constraint, choice, json_schema, lark, regex
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt
@@ -63,6 +63,12 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 LONG_TEXT: dict[str, Any] = {"type": "string", "minLength": 2000, "maxLength": 4000}  # never ends while it is measured
+COSTLY: dict[str, str] = {  # within all limits: many states, many tokens that may follow, or both
+    "a late choice": regex("(.*a.{12}|.*b.{11}){1,9}", "regex").grammar,
+    "much text": regex("[^\\x00]{1,2000}", "regex").grammar,
+    "words": choice([f"{'word ' * (number % 16)}{number}" for number in range(1000)], "choice").grammar,
+    "nested": lark('start: a\na: "(" a ")" a | /[a-z ]{0,40}/ | a a', "grammar").grammar,
+}
 
 TOOLS: dict[str, dict[str, Any]] = {
     "write_file": {"type": "object", "properties": {"content": {"type": "string"}}},
@@ -238,6 +244,40 @@ def measure_engine(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         yield Figure("structured.ended_share", ended / sizes.answers, "share")
 
 
+def measure_neighbour(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
+    """`beside_worst_p99_ms`: the longest steps (p99) of a free answer beside one with a costly grammar, against those
+    beside a second free answer, in turns; of the worst of COSTLY."""
+    with tempfile.TemporaryDirectory() as folder:
+        rank = single_rank(model_dir, Path(folder) / "rendezvous", kv_blocks=4000, threads_per_rank=2)
+        found: dict[str, tuple[float, float]] = {}
+        for name, grammar in COSTLY.items():
+            took: dict[str | None, list[float]] = {None: [], grammar: []}
+            for beside in (None, grammar) * sizes.runs:
+                took[beside] += _steps_beside_ms(rank, beside, 2 * sizes.steps)
+            found[name] = (_percentile(took[grammar], 99), _percentile(took[None], 99))
+            print(f"structured.beside_worst_p99_ms: {name}: {found[name]}", file=sys.stderr)
+        ours, plain = max(found.values(), key=lambda pair: pair[0] / pair[1])
+        yield Figure("structured.beside_worst_p99_ms", ours, "ms", plain, ours / plain)
+
+
+def _steps_beside_ms(rank: Any, grammar: str | None, steps: int) -> list[float]:
+    """Steps of a free answer. The other answer begins again whenever it ends."""
+    driver = EngineDriver(rank.engine)
+    free = SamplingParams(temperature=0.7, seed=1, max_tokens=steps + 2)
+    driver.add("free", random_prompt(16, 1000), free)
+    took, others = list[float](), 0
+    while "free" not in driver.ends:
+        if not others or f"other{others}" in driver.ends:
+            others += 1
+            other = replace(free, seed=others, grammar=grammar)
+            driver.add(f"other{others}", random_prompt(16, 1000, others), other)
+        began_s = time.perf_counter()
+        driver.take(rank.engine.step())
+        took.append(1e3 * (time.perf_counter() - began_s))
+    rank.engine.cancel(f"other{others}")
+    return took
+
+
 def _grammar(schema: dict[str, Any]) -> str:
     constraint: Constraint = json_schema(schema, "schema")
     return constraint.grammar
@@ -278,7 +318,7 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", choices=["masks", "parser", "engine"])
+    parser.add_argument("--figure", choices=["masks", "parser", "engine", "neighbour"])
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args()
     sizes = QUICK if given.quick else Sizes()
@@ -289,6 +329,7 @@ def main() -> None:
         "masks": lambda: measure_masks(compiler, sizes),
         "parser": measure_parser,
         "engine": lambda: measure_engine(model_dir, sizes),
+        "neighbour": lambda: measure_neighbour(model_dir, sizes),
     }
     for name, measure in figures.items():
         if given.figure in (None, name):
