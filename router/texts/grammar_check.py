@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from router.admission.parse_threads import ParseThreads
-from tandem.errors import InputError
+from tandem.errors import CheckpointError, InputError
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
 
@@ -38,10 +38,13 @@ class GrammarChecker:
 
     def _fault(self, constraint: Constraint) -> InputError | None:
         """In a thread."""
-        if self._compiler is None:
-            self._compiler = self._load()
         try:
+            if self._compiler is None:
+                self._compiler = self._load()
             self._compiler.compile(constraint.grammar)
+        except CheckpointError as error:
+            what = f"{constraint.field}: this model's answers cannot be constrained: {error.message}"
+            return InputError(what, field=constraint.field)
         except InputError as error:
             return constraint.located(error.message)
         return None

@@ -84,6 +84,11 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos)
+        if not eos:
+            raise CheckpointError(
+                "config.json: eos_token_id: constrained answers need a token that ends them; the model names none",
+                field="model",
+            )
         try:
             self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos))
         except Exception as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from tandem.config.spec import RouterSpec
 from tandem.errors import InputError, UnsupportedField
 from tandem.grammar.constraint import (
     MAX_DEPTH,
@@ -19,6 +21,7 @@ from tandem.grammar.constraint import (
     regex,
 )
 from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 
@@ -188,3 +191,18 @@ async def test_a_worker_that_knows_no_grammars_gets_none(cluster: Cluster) -> No
     assert reply.status_code == 503
     assert not [*cluster.prefill.works, *cluster.decode.works]
     assert (await cluster.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_model_whose_answers_nothing_ends_takes_no_constraint(tmp_path: Path, spec: RouterSpec) -> None:
+    cluster = Cluster(write_tiny_llama(tmp_path / "endless", max_positions=2048), spec, 512)
+    await cluster.start()
+    try:
+        await cluster.list_workers(cluster.prefill, cluster.decode)
+        reply = await cluster.http.post("/v1/chat/completions", json=CHAT | {"response_format": FORMAT})
+        assert reply.status_code == 400
+        said = reply.json()["error"]
+        assert said["param"] == "response_format.json_schema.schema"
+        assert "config.json: eos_token_id: constrained answers need a token that ends them" in said["message"]
+        assert (await cluster.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    finally:
+        await cluster.stop()
