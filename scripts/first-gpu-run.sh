@@ -13,7 +13,7 @@ trap 'rm -rf "$model"' EXIT
 needs_gpus 1
 # Exactness before the many variants of kernels, each of which is compiled for up to a minute.
 step engine_exact 240 "${pytest[@]}" tests/gpu/test_gpu_engine.py \
-  -k "give_the_tokens or preemption or element_wise or 8b_model"
+  -k "give_the_tokens or preemption or constrained or element_wise or 8b_model"
 step handoff 120 "${pytest[@]}" tests/gpu/test_gpu_handoff.py -k "ipc or process or flipped or copies"
 step served 150 "${pytest[@]}" tests/gpu/test_gpu_up.py
 step nccl 90 "${pytest[@]}" tests/gpu -k nccl

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
 from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, return_unused
-from tandem.engine.output import Launched, StepOutput
+from tandem.engine.output import DeviceChoice, Launched, StepOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Draw, Penalties, SequenceStep, StepInput
 from tandem.engine.step_work import StepWork
@@ -28,6 +28,7 @@ from tandem.errors import (
     UnavailableError,
     WorkerLost,
 )
+from tandem.grammar.compiler import Allowed
 from tandem.grammar.masks import MASK_WAIT_S, Following, GrammarRun, Grammars, no_grammars
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
@@ -319,11 +320,19 @@ class Engine:
 
     def _land(self, flight: Flight) -> StepResult:
         """Waits for the device and processes the step's output."""
-        plan, output = flight.plan, flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
+        plan, early = flight.plan, None
+        if self._runner.samples_on_device:
+            self._take_following(flight, found_only=True)
+            early = self._choose_on_device(flight, ())  # runs right after the step
+        before = frozenset(flight.following)
+        output = flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
         if self._ending:
             self._finish_ended()
         scores = _prompt_scores(flight, output)
         self._take_following(flight)
+        for choice in (early, self._choose_on_device(flight, before)):
+            if choice is not None:
+                output = output.with_choice(choice)
         if not flight.has_advanced:
             chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
             flight.failed |= self._scheduler.advance(replace(plan, chunks=chunks))
@@ -393,13 +402,18 @@ class Engine:
             self._flight.discarded.add(sequence)
             self._ending.append(sequence)
 
-    def _take_following(self, flight: Flight) -> None:
+    def _take_following(self, flight: Flight, *, found_only: bool = False) -> None:
         """Takes what grammars allow. Requests for which it is late, or which fail, are left out of the step's output:
-        the late ones compute their last chunk again in the next step."""
+        the late ones compute their last chunk again in the next step. `found_only`: only what is known by now, and none
+        is late."""
         end_s = time.monotonic() + MASK_WAIT_S
         for chunk in flight.plan.chunks:
             sequence = chunk.sequence
             if not chunk.samples or sequence.grammar is None or sequence in flight.discarded:
+                continue
+            if sequence in flight.following or sequence in flight.failed:
+                continue
+            if found_only and not sequence.grammar.has_found(sequence.tokens):
                 continue
             try:
                 found = sequence.grammar.take(sequence.tokens, end_s - time.monotonic())
@@ -410,6 +424,35 @@ class Engine:
                 flight.discarded.add(sequence)
             else:
                 flight.following[sequence] = found
+
+    def _choose_on_device(self, flight: Flight, done: Collection[Sequence]) -> DeviceChoice | None:
+        """Lets the device choose among what grammars allow, where that is known, but for `done`. None: nothing is to
+        choose."""
+        allowed: dict[int, Allowed] = {}
+        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+        inputs = [each for each in flight.step.sequences if each.samples]
+        for sample, (sequence, step) in enumerate(zip(sampling, inputs, strict=True)):
+            following = flight.following.get(sequence)
+            if following is None or sequence in done or not step.masked:
+                continue
+            if not following.forced:
+                assert following.allowed is not None
+                allowed[sample] = following.allowed
+            elif sequence.sampling.logprobs is not None:
+                allowed[sample] = np.arange(self._vocab_size) == following.forced[0]
+        if not allowed or flight.launched is None:
+            return None
+        try:
+            return flight.launched.choose(allowed)
+        except TandemError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise _out_of_memory(error) from error
+            if leaves_device_unusable(error, on_device=True):
+                raise
+            flight.failed |= {sampling[sample]: RequestFailed.by(error) for sample in allowed}
+            return None
 
     def _choose(
         self,
@@ -451,6 +494,8 @@ class Engine:
             self._scheduler.forget(sequence)  # any block, also one found in the cache, may hold the fault
             raise InternalError("the model returned logits that are not finite")
         if row is None:
+            if following is not None and following.forced and sequence.sampling.logprobs is None:
+                return Choice(following.forced[0])
             found = output.logprobs.get(sample)
             return Choice(token) if found is None else Choice(token, found.logprob, found.top)
         if following is not None and following.forced:
@@ -548,7 +593,7 @@ def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> 
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     greedy = needs_only_argmax(sequence.sampling)
-    on_device = samples_on_device and sequence.grammar is None
+    draw = _draw(sequence) if chunk.samples and samples_on_device and not greedy else None
     first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
@@ -560,7 +605,8 @@ def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> 
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
         greedy=greedy,
-        draw=_draw(sequence) if chunk.samples and on_device and not greedy else None,
+        draw=draw,
+        masked=draw is not None and sequence.grammar is not None,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from tandem.engine.api import ScoredToken
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
 from tandem.engine.device.sampler import NOT_FINITE, UNDECIDED, Sampled, sample_on_device
-from tandem.engine.step import SequenceStep
+from tandem.engine.step import Draw, SequenceStep
 from tandem.native.library import Kernels
 from tandem.sampling.sampler import TokenLogprob
 
@@ -34,10 +34,11 @@ class StepOutput:
     """Output for each sequence that samples, in order.
 
     `tokens`: the token that the device chose, else the one with the largest logit; None if logits are not finite.
-    `logits`: None unless the host chooses. `logprobs`: by sequence, if requested and computed on the device. `scores`:
-    for each sequence with scored tokens. `late`: sequences whose tokens were chosen after the device's, so a step
-    launched ahead ran with other ones. `failed`: the error of sequences whose output the host could not complete.
-    `failed_exports`: requests, also of earlier steps, whose export could not be reported.
+    Of a masked sample `Launched.choose` gives the token. `logits`: None unless the host chooses. `logprobs`: by
+    sequence, if requested and computed on the device. `scores`: for each sequence with scored tokens. `late`: sequences
+    whose tokens were chosen after the device's, so a step launched ahead ran with other ones. `failed`: the error of
+    sequences whose output the host could not complete. `failed_exports`: requests, also of earlier steps, whose export
+    could not be reported.
     """
 
     tokens: list[int | None]
@@ -47,6 +48,16 @@ class StepOutput:
     late: frozenset[int] = frozenset()
     failed: dict[int, Exception] = field(default_factory=dict)
     failed_exports: frozenset[str] = frozenset()
+
+    def with_choice(self, choice: DeviceChoice) -> StepOutput:
+        """With the tokens and logprobs of these samples. Waits for them. A sample that is not finite stays so."""
+        chosen, tokens = choice.wait(), [*self.tokens]
+        for sample in choice.samples:
+            if tokens[sample] is not None and chosen.tokens[sample] != NOT_FINITE:
+                tokens[sample] = chosen.tokens[sample]
+        return replace(
+            self, tokens=tokens, logprobs=self.logprobs | chosen.logprobs, failed=self.failed | chosen.failed
+        )
 
 
 def best_of(logits: Tensor) -> Tensor:
@@ -66,40 +77,36 @@ def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
     return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, NOT_FINITE))
 
 
-class Launched:
-    """A step given to the device, and its output once it is done.
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """As in `StepOutput`; `tokens` of all samples, some NOT_FINITE."""
 
-    `tokens` [samples] int64, on the device, as in `Sampled`; valid until the next launch.
+    tokens: list[int]
+    logprobs: dict[int, Logprobs]
+    late: frozenset[int]
+    failed: dict[int, Exception]
 
-    Args:
-        rows: logits of the samples that the host chooses.
-        flush: waits until the step's exports are reported, and returns those that failed.
-    """
 
-    def __init__(
-        self,
-        sequences: list[SequenceStep],
-        sampled: Sampled,
-        rows: Tensor,
-        scores: list[tuple[ScoredToken, ...]],
-        flush: Callable[[], frozenset[str]] | None,
-    ) -> None:
-        self.tokens = sampled.tokens
-        self._sequences = sequences  # that sample
+class DeviceChoice:
+    """The tokens that the device chooses for the samples of `draws`, and their logprobs, on their way to the host."""
+
+    def __init__(self, sampled: Sampled, draws: Mapping[int, Draw]) -> None:
         self._sampled = sampled
-        self._scores = scores
-        self._flush = flush
+        self._draws = draws
         found = sampled.logprobs
         tokens = sampled.tokens.clone()  # it may be a view of what the next step overwrites
-        copied = [tokens, rows, *([] if found is None else [found.of_tokens, found.top_ids, found.top])]
+        copied = [tokens, *([] if found is None else [found.of_tokens, found.top_ids, found.top])]
         self._copies = [_host_copy(each) for each in copied]
-        self._done = record_event(self.tokens.device)
+        self._done = record_event(sampled.tokens.device)
 
-    def wait(self) -> StepOutput:
+    @property
+    def samples(self) -> Collection[int]:
+        return self._draws.keys()
+
+    def wait(self) -> Chosen:
         """Waits until the device is done. Raises InternalError if it failed."""
         self._done.synchronize()
-        failed_exports = self._flush() if self._flush is not None else frozenset[str]()
-        tokens, rows, *logprobs = self._copies
+        tokens, *logprobs = self._copies
         chosen = tokens.tolist()
         late: set[int] = set()
         failed: dict[int, Exception] = {}
@@ -109,25 +116,13 @@ class Launched:
                 chosen[sample] = self._sampled.decide(sample)
             except Exception as error:
                 chosen[sample], failed[sample] = NOT_FINITE, error
-        of_host = iter(rows.numpy())
-        return StepOutput(
-            [None if token == NOT_FINITE else token for token in chosen],
-            [next(of_host) if _is_for_host(each) else None for each in self._sequences],
-            self._scores,
-            self._logprobs({sample: chosen[sample] for sample in late - failed.keys()}, *logprobs) if logprobs else {},
-            frozenset(late),
-            failed,
-            failed_exports,
-        )
+        decided = {sample: chosen[sample] for sample in late - failed.keys()}
+        return Chosen(chosen, self._logprobs(decided, *logprobs) if logprobs else {}, frozenset(late), failed)
 
     def _logprobs(self, late: dict[int, int], of_tokens: Tensor, ids: Tensor, top: Tensor) -> dict[int, Logprobs]:
         """By sample."""
         assert self._sampled.logprobs is not None
-        wanted = {
-            sample: each.draw.logprobs
-            for sample, each in enumerate(self._sequences)
-            if each.draw is not None and each.draw.logprobs is not None
-        }
+        wanted = {sample: draw.logprobs for sample, draw in self._draws.items() if draw.logprobs is not None}
         found: dict[int, Logprobs] = {}
         of_rows = zip(of_tokens.tolist(), ids.tolist(), top.tolist(), strict=True)
         for row, ((sample, count), (logprob, row_ids, row_top)) in enumerate(zip(wanted.items(), of_rows, strict=True)):
@@ -136,6 +131,61 @@ class Launched:
             pairs = zip(row_ids[:count], row_top[:count], strict=True)
             found[sample] = Logprobs(logprob, tuple(TokenLogprob(*pair) for pair in pairs))
         return found
+
+
+class Launched:
+    """A step given to the device, and its output once it is done.
+
+    `tokens` [samples] int64, on the device, as in `Sampled`; valid until the next launch.
+
+    Args:
+        logits, best, last: as in `launched`.
+        flush: waits until the step's exports are reported, and returns those that failed.
+    """
+
+    def __init__(
+        self,
+        sequences: list[SequenceStep],
+        logits: Tensor,
+        best: Tensor,
+        last: Tensor,
+        scores: list[tuple[ScoredToken, ...]],
+        flush: Callable[[], frozenset[str]] | None,
+    ) -> None:
+        self._sequences = sequences  # that sample
+        self._scores = scores
+        self._flush = flush
+        draws = {sample: each.draw for sample, each in enumerate(sequences) if each.draw and not each.masked}
+        sampled = sample_on_device(logits, best, draws, last) if draws else Sampled(best)
+        self.tokens = sampled.tokens
+        of_host = np.flatnonzero([_is_for_host(each) for each in sequences])
+        self._rows = _host_copy(logits[to_device(of_host, logits.device)] if len(of_host) else logits[:0])
+        self._undrawn = (logits, best, last) if any(each.masked for each in sequences) else None
+        self._choice = DeviceChoice(sampled, draws)
+
+    @torch.inference_mode()
+    def choose(self, allowed: Mapping[int, NDArray[np.bool_]]) -> DeviceChoice:
+        """Chooses the tokens of masked samples, after the step and before the next launch. `allowed`: as in
+        `sample_on_device`."""
+        assert self._undrawn is not None
+        logits, best, last = self._undrawn
+        drawn = {sample: draw for sample in allowed if (draw := self._sequences[sample].draw) is not None}
+        return DeviceChoice(sample_on_device(logits, best, drawn, last, allowed), drawn)
+
+    def wait(self) -> StepOutput:
+        """Waits until the device is done. Raises InternalError if it failed."""
+        chosen = self._choice.wait()
+        failed_exports = self._flush() if self._flush is not None else frozenset[str]()
+        of_host = iter(self._rows.numpy())
+        return StepOutput(
+            [None if token == NOT_FINITE else token for token in chosen.tokens],
+            [next(of_host) if _is_for_host(each) else None for each in self._sequences],
+            self._scores,
+            chosen.logprobs,
+            chosen.late,
+            chosen.failed,
+            failed_exports,
+        )
 
 
 def launched(
@@ -147,12 +197,7 @@ def launched(
     flush: Callable[[], frozenset[str]] | None = None,
 ) -> Launched:
     """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each."""
-    sampling = [sequence for sequence in sequences if sequence.samples]
-    draws = {sample: each.draw for sample, each in enumerate(sampling) if each.draw is not None}
-    sampled = sample_on_device(logits, best, draws, last) if draws else Sampled(best)
-    of_host = np.flatnonzero([_is_for_host(each) for each in sampling])
-    rows = logits[to_device(of_host, logits.device)] if len(of_host) else logits[:0]
-    return Launched(sampling, sampled, rows, scores, flush)
+    return Launched([sequence for sequence in sequences if sequence.samples], logits, best, last, scores, flush)
 
 
 def _is_for_host(sequence: SequenceStep) -> bool:

@@ -62,8 +62,8 @@ class ModelRunner:
 
     def can_be_ahead_of(self, step: StepInput) -> bool:
         """Whether `launch` may run the step after `step`, with the same sequences, before `step` has ended."""
-        chosen = all(each.greedy or each.draw is not None for each in step.sequences)
-        return self.graphs is not None and chosen and self.graphs.takes(step)
+        chosen = (each.greedy or (each.draw is not None and not each.masked) for each in step.sequences)
+        return self.graphs is not None and all(chosen) and self.graphs.takes(step)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched | None:

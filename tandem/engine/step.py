@@ -46,7 +46,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
     `scored`: prompt tokens whose logprobs are requested, with the `top` most likely tokens; the first of them follows
     `token_ids[scored_from]`. `greedy`: only the most likely token is needed. `draw`: the device chooses
-    in this way. Neither: the host chooses, and needs the logits.
+    in this way; `masked`: among tokens that the host names later. Neither: the host chooses, and needs the logits.
     """
 
     token_ids: list[int]
@@ -58,6 +58,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     top: int = 0
     greedy: bool = False
     draw: Draw | None = None
+    masked: bool = False
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

@@ -69,6 +69,10 @@ class GrammarRun:
             self._found_at = len(tokens)
             self._found = self._threads.submit(self._find, tuple(tokens[self._taken :]))
 
+    def has_found(self, tokens: Sequence[int]) -> bool:
+        """Whether `take` would not wait."""
+        return self._found_at == len(tokens) and self._found is not None and self._found.done()
+
     def take(self, tokens: Sequence[int], wait_s: float) -> Following | None:
         """What may follow `tokens`; None: it is not known within `wait_s`. Raises InputError, RequestFailed."""
         end_s = self._clock() + wait_s

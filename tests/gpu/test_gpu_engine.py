@@ -20,6 +20,7 @@ from tandem.engine.factory import Rank
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
+from tandem.grammar.constraint import regex
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams
 from tandem.model.device_matrices import checked_rows, quantised_rows
@@ -28,7 +29,7 @@ from tandem.model.fp8 import FP8, to_fp8
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
-from tandem.testing.models import random_prompt
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.gpu.conftest import DEVICE, NEEDS_CUDA, ON_GPU, VOCAB, make_recorder
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +85,24 @@ def test_recorded_steps_give_the_tokens_of_launched_ones_and_of_gathered_blocks(
     expected = answers(gathered, count)
     assert answers(launched, count) == expected
     assert answers(recorded, count) == expected
+
+
+def test_constrained_answers_are_chosen_on_the_device_as_by_the_host(tmp_path: Path) -> None:
+    """Masks come after the step was launched, and go to the device packed."""
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, eos_token_id=2)
+    bound = replace(SEEDED, grammar=regex("[a-z]{8}( [a-z]{4,9}){3,9}", "regex").grammar, max_tokens=60)
+    found = []
+    for paged in (None, PagedPath(plain_attention, None), PagedPath(plain_attention, make_recorder())):
+        rank = single_rank(model_dir, tmp_path / "rendezvous", paged=paged, **FLOAT32)
+        assert rank.runner.samples_on_device == (paged is not None)
+        driver = EngineDriver(rank.engine)
+        for number in range(8):
+            sampling = replace(bound, seed=number, temperature=0.7 * (number % 2), top_k=50 if number % 3 else None)
+            driver.add(str(number), random_prompt(20 + number, VOCAB, number), sampling if number else SEEDED)
+        driver.run()
+        assert driver.at_rest()
+        found.append((driver.tokens, driver.ends))
+    assert found[1:] == found[:1] * 2
 
 
 def test_a_recorded_step_survives_preemption(model_dir: Path, tmp_path: Path) -> None:

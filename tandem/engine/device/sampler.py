@@ -93,13 +93,20 @@ class Sampled:
         return int(_among(self._truncated[part].part(row, row + 1), None))
 
 
-def sample_on_device(logits: Tensor, best: Tensor, draws: Mapping[int, Draw], last: Tensor) -> Sampled:
+def sample_on_device(
+    logits: Tensor,
+    best: Tensor,
+    draws: Mapping[int, Draw],
+    last: Tensor,
+    allowed: Mapping[int, NDArray[np.bool_]] | None = None,
+) -> Sampled:
     """Draws some samples, of which there is at least one.
 
     Args:
         logits: fp32 [samples, vocab_size], of the model.
         best: int64 [samples], the tokens of samples that are not drawn. NOT_FINITE stays.
         last: int64 [samples], the token before each, for penalties.
+        allowed: [vocab_size] each: the tokens among which these samples are drawn; without one: all.
     """
     whole = [sample for sample, draw in draws.items() if not _needs_candidates(draw)]
     order = [*whole, *(sample for sample, draw in draws.items() if _needs_candidates(draw))]
@@ -114,6 +121,11 @@ def sample_on_device(logits: Tensor, best: Tensor, draws: Mapping[int, Draw], la
     if changed:
         before = last[samples[changed_rows]]
         values.index_copy_(0, changed_rows, penalised(values[changed_rows], before, changes))
+    if masked := [row for row, sample in enumerate(order) if allowed is not None and sample in allowed]:
+        assert allowed is not None
+        rows_allowed = _to_device_packed([allowed[order[row]] for row in masked], logits.device)
+        masked_rows = to_device(_indices(masked), logits.device)
+        values.index_copy_(0, masked_rows, values[masked_rows].masked_fill(~rows_allowed, -torch.inf))
     sampled = Sampled(best)
     rows = _Rows(ordered, columns, values)
     drawn = [_among_all(part) for part in rows.part(0, len(whole)).batches()]
@@ -129,6 +141,13 @@ def sample_on_device(logits: Tensor, best: Tensor, draws: Mapping[int, Draw], la
         most = max(draws[sample].logprobs or 0 for sample in scored)
         sampled.logprobs = _logprobs(logits[scored_samples], sampled.tokens[scored_samples], most)
     return sampled
+
+
+def _to_device_packed(rows: Sequence[NDArray[np.bool_]], device: torch.device) -> Tensor:
+    """bool [rows, n]; eight times fewer bytes cross."""
+    packed = to_device(np.packbits(np.stack(rows), axis=1, bitorder="little"), device)
+    bits = packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    return bits.flatten(1)[:, : len(rows[0])].bool()
 
 
 def _indices(numbers: Iterable[int]) -> NDArray[np.int64]:

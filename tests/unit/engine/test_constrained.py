@@ -12,6 +12,9 @@ from threading import Event
 import jsonschema
 import pytest
 
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.errors import InputError, RequestFailed
 from tandem.grammar import masks
@@ -46,9 +49,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1, eos_token_id=EOS)
 
 
-@pytest.fixture
-def make(model_dir: Path, tmp_path: Path) -> Callable[..., Rank]:
-    return lambda **options: single_rank(model_dir, tmp_path / "rendezvous", **options)
+# Where tokens are chosen: by the host, or by the device after steps that were launched, or replayed.
+PATHS: dict[str, Callable[[], PagedPath | None]] = {
+    "host": lambda: None,
+    "device": lambda: PagedPath(plain_attention, None),
+    "replayed": lambda: PagedPath(plain_attention, EagerRecorder()),
+}
+
+
+@pytest.fixture(params=["host", "device", pytest.param("replayed", marks=pytest.mark.slow)])
+def make(model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Rank]:
+    return lambda **options: single_rank(
+        model_dir, tmp_path / "rendezvous", paged=PATHS[request.param](), kernels="torch", **options
+    )
 
 
 def prompt(length: int) -> list[int]:
@@ -128,6 +141,33 @@ def test_forced_tokens_are_those_that_are_found_one_by_one(make: Callable[..., R
         steps += 1
     assert driver.tokens["a"] == answer(rank, replace(sampling, logprobs=0))
     assert steps < len(driver.tokens["a"])  # several in one step
+
+
+def test_the_device_chooses_what_the_host_would(model_dir: Path, tmp_path: Path) -> None:
+    """Also beside free rows, with all that changes logits or asks for logprobs."""
+    kinds = [
+        GREEDY,
+        SEEDED,
+        replace(SEEDED, top_k=5, seed=7),
+        replace(SEEDED, min_p=0.05, seed=8, logprobs=3),
+        replace(GREEDY, logprobs=0, repetition_penalty=1.3, logit_bias=((40, 2.0),)),
+        replace(SEEDED, grammar=None, max_tokens=40),
+    ]
+    found = []
+    for path in PATHS.values():
+        rank = single_rank(model_dir, tmp_path / "rendezvous", paged=path(), kernels="torch", kv_blocks=400)
+        driver = EngineDriver(rank.engine)
+        tops: dict[str, list[tuple[int, ...]]] = {}
+        for number, sampling in enumerate(kinds):
+            driver.add(f"{number}", prompt(20 + number), sampling)
+        while driver.engine.has_work:
+            result = driver.engine.step()
+            driver.take(result)
+            for token in result.tokens:
+                tops.setdefault(token.request_id, []).append(tuple(each.token_id for each in token.top))
+        assert driver.at_rest()
+        found.append((driver.tokens, driver.ends, tops))
+    assert found[1:] == found[:1] * 2
 
 
 def test_a_preempted_answer_goes_on_alike(make: Callable[..., Rank]) -> None:
