@@ -17,16 +17,26 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """`index`: of the call in the answer, from 0. `id`: as the model wrote it, if it wrote one before the arguments."""
+    """`index`: of the call in the answer, from 0. `id`: as the model wrote it, if it wrote one before the arguments.
+    `is_custom`: it carries an input instead of arguments."""
 
     index: int
     name: str
     id: str | None = None
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
     """A further piece of the arguments' JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallInput:
+    """A further piece of the text that a custom tool is called with."""
 
     index: int
     text: str
@@ -39,4 +49,4 @@ class CallEnded:
     index: int
 
 
-Event = Text | Reasoning | CallStarted | CallArguments | CallEnded
+Event = Text | Reasoning | CallStarted | CallArguments | CallInput | CallEnded

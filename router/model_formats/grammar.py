@@ -21,6 +21,7 @@ Tools = Mapping[str, Schema]  # the JSON Schema of each tool's arguments
 # One space after `,` and `:`, and no other white space, which a model could write without end.
 _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "(.|\\n)*"
+INPUT = "input"  # the only argument of a custom tool
 
 
 class Mode(StrEnum):
@@ -44,6 +45,33 @@ class Section:
     more: str
     close: str = ""
     bare: str = ""
+
+
+class GrammarText(dict[str, Any]):
+    """The schema of a string that satisfies a grammar of the client's.
+
+    Args:
+        name: of the grammar of its JSON-escaped texts, which stands beside the rules.
+        regex: Lark's, for formats that write bare text; None: the client's grammar is none.
+        field: the client's.
+    """
+
+    def __init__(self, name: str, regex: str | None, field: str) -> None:
+        super().__init__(type="string")
+        self.name = name
+        self.field = field
+        self._regex = regex
+
+    @property
+    def bare(self) -> str:
+        """The regular expression of its bare texts. Raises InputError."""
+        if self._regex is None:
+            raise InputError(
+                f"{self.field}: the model writes this input as bare text, of which a Lark grammar cannot tell the end; "
+                "use syntax 'regex', or format 'text'",
+                field=self.field,
+            )
+        return self._regex
 
 
 class Lark:
@@ -73,6 +101,10 @@ class Lark:
         return " ".join(filter(None, [*parts, _quoted(text[start:])])) or '""'
 
     def json(self, schema: Schema | bool) -> str:
+        if isinstance(schema, GrammarText):
+            return self.rule(f'"\\"" @{schema.name} "\\""')
+        if isinstance(schema, Mapping) and (text := _grammar_text(schema)):
+            return self.rule(f"{_quoted(f'{{{json.dumps(INPUT)}: ')} {self.json(text)} {_quoted('}')}")
         return self.rule(
             "%json " + json.dumps({**schema, "x-guidance": _COMPACT} if isinstance(schema, Mapping) else {})
         )
@@ -129,9 +161,20 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
         raise InputError(f"tools: the schema requires {unknown[0]!r}, which is not in its properties", field="tools")
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
-        (name, {**definitions, **each} if isinstance(each, Mapping) else {}, name in required)
+        (name, _with(each, definitions) if isinstance(each, Mapping) else {}, name in required)
         for name, each in properties.items()
     ]
+
+
+def _with(schema: Schema, definitions: Schema) -> Schema:
+    return schema if isinstance(schema, GrammarText) else {**definitions, **schema}
+
+
+def _grammar_text(schema: Schema) -> GrammarText | None:
+    """That of a custom tool."""
+    properties = schema.get("properties")
+    text = properties.get(INPUT) if isinstance(properties, Mapping) else None
+    return text if isinstance(text, GrammarText) else None
 
 
 def length(schema: Schema) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import StringIO
 
 import msgspec
 
-from router.model_formats.events import CallEnded, CallStarted, Event, Text
+from router.model_formats.custom_input import InputDecoder
+from router.model_formats.events import CallArguments, CallEnded, CallInput, CallStarted, Event, Text
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import ServingModel, ValidRequest
 from router.texts.chat_model import AnswerReading
@@ -36,6 +37,8 @@ class AnswerReader:
         self.is_plain = reading is None
         self.has_calls = False  # a whole one was found
         self._parser = None if reading is None else reading.parser()
+        self._custom = frozenset[str]() if reading is None else reading.custom
+        self._decoder: InputDecoder | None = None  # of the call that is open, if its tool is a custom one
         self._answer_id = answer_id
 
     def feed(self, text: str) -> list[Event]:
@@ -56,7 +59,20 @@ class AnswerReader:
 
     def _noted(self, events: list[Event]) -> list[Event]:
         self.has_calls = self.has_calls or any(isinstance(each, CallEnded) for each in events)
-        return events
+        if not self._custom:
+            return events
+        found = map(self._with_input, events)
+        return [each for each in found if not isinstance(each, CallInput) or each.text]
+
+    def _with_input(self, event: Event) -> Event:
+        match event:
+            case CallStarted():
+                self._decoder = InputDecoder() if event.name in self._custom else None
+                return replace(event, is_custom=self._decoder is not None)
+            case CallArguments() if self._decoder is not None:
+                return CallInput(event.index, self._decoder.feed(event.text))
+            case _:
+                return event
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):

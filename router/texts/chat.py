@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.model_formats.grammar import Mode, Schema
+from router.model_formats.custom_input import input_schema
+from router.model_formats.grammar import INPUT, Mode, Schema
 from tandem.errors import InputError
-from tandem.grammar.constraint import any_schema
+from tandem.grammar.constraint import TextGrammar, any_schema
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -47,13 +48,15 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Tool:
     """`schema`: JSON Schema of the arguments. `where`: the client's field of it. `is_strict`: arguments must satisfy
-    it."""
+    it. `is_custom`: the client gets the text of its only argument. `grammar`: of that text."""
 
     name: str
     schema: Schema
     description: str | None = None
     is_strict: bool = False
     where: str = "tools"
+    is_custom: bool = False
+    grammar: TextGrammar | None = None
 
     @classmethod
     def parse(cls, name: str, schema: object, description: str | None, *, is_strict: bool, where: str) -> Tool:
@@ -63,6 +66,16 @@ class Tool:
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise InputError(f"{where}: expected the JSON Schema of an object (`type: object`)", field=where)
         return cls(name, schema, description, is_strict, where)
+
+    @classmethod
+    def custom(cls, name: str, description: str | None, syntax: str | None, definition: str, where: str) -> Tool:
+        """`syntax`: of the input's grammar, lark or regex; None: it is any text. Raises InputError."""
+        if syntax is None:
+            return cls(name, input_schema({"type": "string"}), description, True, where, is_custom=True)
+        kind = "Lark grammar" if syntax == "lark" else "regular expression"
+        schema = input_schema({"type": "string", "description": f"Text of this {kind}:\n{definition}"})
+        grammar = TextGrammar.parse(syntax, definition, where)
+        return cls(name, schema, description, True, where, is_custom=True, grammar=grammar)
 
     def for_template(self) -> dict[str, Any]:
         described = {} if self.description is None else {"description": self.description}
@@ -140,6 +153,11 @@ def tool_call(call_id: str, name: str, arguments: str, where: str) -> dict[str, 
     if not isinstance(parsed, dict):
         raise InputError(f"{where}: expected the text of a JSON object, got other JSON", field=where)
     return parsed_call(call_id, name, parsed)
+
+
+def custom_call(call_id: str, name: str, text: str) -> dict[str, Any]:
+    """As `tool_call`, of a custom tool."""
+    return parsed_call(call_id, name, {INPUT: text})
 
 
 def parsed_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.model_formats.custom_input import input_schema
 from router.model_formats.formats.harmony import HARMONY
-from router.model_formats.grammar import Mode, Schema, Tools
+from router.model_formats.grammar import GrammarText, Mode, Schema, Tools
 from router.model_formats.parser import AnswerParser, grammar, kept_tokens
 from router.model_formats.registry import Formats
 from router.texts.chat import THINKING, Chat, ToolUse, described
@@ -25,10 +26,11 @@ _RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt"
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """How the text of an answer is read. `tools`: those that may be called."""
+    """How the text of an answer is read. `tools`: those that may be called. `custom`: the custom ones of them."""
 
     formats: Formats
     tools: Tools
+    custom: frozenset[str]
     is_reasoning_opened: bool
     decoder: TokenDecoder
 
@@ -77,8 +79,10 @@ class ChatModel:
         text = self._template.render(messages, tools=tools or None, settings=settings)
         reasoning = self._formats.reasoning
         is_opened = reasoning is not None and reasoning.is_opened_by(text)
-        called = {tool.name: tool.schema for tool in use.callable} if use else {}
-        return RenderedChat(text, self._reading(called, is_opened), self._constraint(use, asked, is_opened))
+        callable_ = () if use is None else use.callable
+        called = {tool.name: tool.schema for tool in callable_}
+        custom = frozenset(tool.name for tool in callable_ if tool.is_custom)
+        return RenderedChat(text, self._reading(called, custom, is_opened), self._constraint(use, asked, is_opened))
 
     def _marked(self, written: Any) -> Any:
         """All that the client wrote and the template will write, with the special tokens in it marked."""
@@ -120,11 +124,11 @@ class ChatModel:
             field="reasoning_effort",
         )
 
-    def _reading(self, called: Tools, is_opened: bool) -> AnswerReading | None:
+    def _reading(self, called: Tools, custom: frozenset[str], is_opened: bool) -> AnswerReading | None:
         tools = self._formats.tools if called or self._formats.tools is HARMONY else None
         if tools is None and self._formats.reasoning is None:
             return None
-        return AnswerReading(Formats(tools, self._formats.reasoning), called, is_opened, self._decoder)
+        return AnswerReading(Formats(tools, self._formats.reasoning), called, custom, is_opened, self._decoder)
 
     def _constraint(self, use: ToolUse | None, asked: Constraint | None, is_opened: bool) -> Constraint | None:
         """Raises InputError."""
@@ -135,14 +139,21 @@ class ChatModel:
             return asked
         schemas: dict[str, Schema] = {}
         parts: list[Constraint] = []
+        named: dict[str, Constraint] = {}
         mode, is_parallel = Mode.AUTO, True
         if use is not None and has_calls:
             mode, is_parallel = use.mode or mode, use.is_parallel
             for tool in callable_:
+                if (text := tool.grammar) is not None:
+                    name = f"input{len(named)}"
+                    schemas[tool.name] = input_schema(GrammarText(name, text.regex, tool.where))
+                    named[name] = text.escaped
+                    parts.append(text.plain)
+                    continue
                 must_fit = tool.is_strict or mode is Mode.REQUIRED
                 schemas[tool.name] = tool.schema if must_fit else _ANY_OBJECT
                 parts.append(json_schema(schemas[tool.name], tool.where))
-        text = grammar(
+        start = grammar(
             self._formats,
             schemas,
             mode,
@@ -152,4 +163,7 @@ class ChatModel:
             answer="" if asked is None else "@answer",
         )
         field = asked.field if asked is not None and not parts else "tools"
-        return joined(text, parts, field, None if mode is Mode.REQUIRED else asked)
+        if asked is not None and mode is not Mode.REQUIRED:
+            named["answer"] = asked
+            parts.append(asked)
+        return joined(start, parts, field, named)

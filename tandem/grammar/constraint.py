@@ -6,13 +6,15 @@ Grammars are texts of llguidance: JSON that holds a JSON Schema or Lark. The rou
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.errors import InputError, UnsupportedField
+from tandem.grammar.json_strings import in_json_string
 from tandem.grammar.schema_keywords import Keyword, cause, grammar_of, unkept
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of what a client sends
@@ -101,13 +103,38 @@ def lark(text: str, field: str) -> Constraint:
     return _limited(Constraint(field, json.dumps({"grammars": [{"lark_grammar": text}]})))
 
 
-def joined(start: str, parts: Sequence[Constraint], field: str, answer: Constraint | None = None) -> Constraint:
-    """`start`: Lark, in which `@answer` is the grammar of `answer`. `parts`: whose schemas `start` contains."""
-    grammars = [{"lark_grammar": start}]
-    if answer is not None:
-        (inner,) = json.loads(answer.grammar)["grammars"]
-        grammars.append({"name": "answer", **inner})
-        parts = [*parts, answer]
+@dataclass(frozen=True, slots=True)
+class TextGrammar:
+    """What a text satisfies that may also stand in a JSON string.
+
+    Args:
+        plain: of the text.
+        escaped: of what stands between the quotes.
+        regex: Lark's, if it is a regular expression.
+    """
+
+    plain: Constraint
+    escaped: Constraint
+    regex: str | None
+
+    @classmethod
+    def parse(cls, syntax: str, definition: str, field: str) -> TextGrammar:
+        """`syntax`: lark or regex. Raises InputError."""
+        pattern = llguidance.regex_to_lark(definition, "dw") if syntax == "regex" else None
+        text = definition if pattern is None else f"start: /{pattern}/"
+        plain = lark(text, field)
+        try:
+            return cls(plain, lark(in_json_string(text), field), pattern)
+        except ValueError as error:
+            raise InputError(f"{field}: {error}", field=field) from None
+
+
+def joined(start: str, parts: Sequence[Constraint], field: str, named: Mapping[str, Constraint]) -> Constraint:
+    """`start`: Lark, in which `@name` is one of the grammars `named`. `parts`: what the client sent of all that."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": start}]
+    for name, each in named.items():
+        (inner,) = json.loads(each.grammar)["grammars"]
+        grammars.append({"name": name, **inner})
     return _limited(Constraint(field, json.dumps({"grammars": grammars}), parts=tuple(parts)))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler, Matcher
-from tandem.grammar.constraint import any_schema, json_schema
+from tandem.grammar.constraint import Constraint, any_schema, json_schema
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 
@@ -55,7 +55,10 @@ class Grammars:
 
     def compile(self, schema: object) -> Matcher:
         """Raises InputError as a client gets it."""
-        constraint = json_schema(schema, "schema")
+        return self.of(json_schema(schema, "schema"))
+
+    def of(self, constraint: Constraint) -> Matcher:
+        """As `compile`."""
         try:
             return self._compiler.compile(constraint.grammar)
         except InputError as error:

@@ -18,7 +18,7 @@ from router.edge.openai.strict_model import (
     refuse_unsupported,
     unsupported,
 )
-from router.edge.openai.tool_fields import FunctionName, NamedTool, ToolChoice, tool_use
+from router.edge.openai.tool_fields import NamedTool, ToolChoice, ToolName, tool_use
 from router.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
 from router.texts.chat import (
     MAX_CALLS,
@@ -206,7 +206,7 @@ class ToolChoiceParam(StrictModel):
             raise InputError("tool_choice.name: expected exactly with type 'tool'", field="tool_choice.name")
         match self.type:
             case "tool":
-                return NamedTool(type="function", function=FunctionName(name=self.name or ""))
+                return NamedTool(type="function", function=ToolName(name=self.name or ""))
             case "any":
                 return "required"
             case other:

@@ -8,14 +8,17 @@ from msgspec import UNSET
 
 from router.edge.openai.answer_schema import (
     AssistantMessage,
+    CalledCustom,
     CalledFunction,
     ChatFinishReason,
     ChunkDelta,
+    CustomDelta,
+    CustomToolCall,
     FunctionDelta,
     ToolCall,
     ToolCallDelta,
 )
-from router.model_formats.events import CallArguments, CallEnded, CallStarted, Event, Reasoning, Text
+from router.model_formats.events import CallArguments, CallEnded, CallInput, CallStarted, Event, Reasoning, Text
 from router.requests.answers import AnswerReader
 from tandem.request import FinishReason
 
@@ -34,12 +37,17 @@ def chunk_delta(reader: AnswerReader, event: Event) -> ChunkDelta | None:
         case Reasoning():
             return ChunkDelta(reasoning_content=event.text)
         case CallStarted():
-            function = FunctionDelta(name=event.name)
-            call = ToolCallDelta(index=event.index, id=reader.call_id(event), type="function", function=function)
+            call = ToolCallDelta(index=event.index, id=reader.call_id(event))
+            if event.is_custom:
+                call.type, call.custom = "custom", CustomDelta(name=event.name)
+            else:
+                call.type, call.function = "function", FunctionDelta(name=event.name)
             return ChunkDelta(tool_calls=[call])
         case CallArguments():
             function = FunctionDelta(arguments=event.text)
             return ChunkDelta(tool_calls=[ToolCallDelta(index=event.index, function=function)])
+        case CallInput():
+            return ChunkDelta(tool_calls=[ToolCallDelta(index=event.index, custom=CustomDelta(input=event.text))])
         case CallEnded():
             return None
 
@@ -48,17 +56,21 @@ def assistant_message(reader: AnswerReader, events: Sequence[Event]) -> Assistan
     """Of all events of the answer."""
     texts: list[str] = []
     reasoning: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[ToolCall | CustomToolCall] = []
     for event in events:
         match event:
             case Text():
                 texts.append(event.text)
             case Reasoning():
                 reasoning.append(event.text)
+            case CallStarted() if event.is_custom:
+                calls.append(CustomToolCall(id=reader.call_id(event), custom=CalledCustom(event.name, "")))
             case CallStarted():
                 calls.append(ToolCall(id=reader.call_id(event), function=CalledFunction(event.name, "")))
-            case CallArguments():
-                calls[event.index].function.arguments += event.text
+            case CallArguments() if isinstance(call := calls[event.index], ToolCall):
+                call.function.arguments += event.text
+            case CallInput() if isinstance(call := calls[event.index], CustomToolCall):
+                call.custom.input += event.text
     content = "".join(texts)
     return AssistantMessage(
         content=None if calls and not content.strip() else content,

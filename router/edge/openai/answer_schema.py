@@ -80,10 +80,19 @@ class CalledFunction(AnswerStruct):
     arguments: str
 
 
-class ToolCall(AnswerStruct, kw_only=True):
+class ToolCall(AnswerStruct, kw_only=True, tag_field="type", tag="function"):
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledCustom(AnswerStruct):
+    name: str
+    input: str
+
+
+class CustomToolCall(AnswerStruct, kw_only=True, tag_field="type", tag="custom"):
+    id: str
+    custom: CalledCustom
 
 
 class AssistantMessage(AnswerStruct, kw_only=True):
@@ -93,7 +102,7 @@ class AssistantMessage(AnswerStruct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(AnswerStruct):
@@ -117,13 +126,19 @@ class FunctionDelta(AnswerStruct):
     arguments: str = ""
 
 
+class CustomDelta(AnswerStruct):
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class ToolCallDelta(AnswerStruct, kw_only=True):
-    """The first one of a call has its id, type and name; the others have further text of its arguments."""
+    """The first one of a call has its id, type and name; the others have further text of its arguments or input."""
 
     index: Count
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChunkDelta(AnswerStruct):
@@ -202,7 +217,15 @@ class FunctionCallItem(AnswerStruct, kw_only=True, tag_field="type", tag="functi
     arguments: str
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(AnswerStruct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: ResponseStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(AnswerStruct):
@@ -329,6 +352,18 @@ class ArgumentsDoneEvent(ItemEvent, kw_only=True):
     arguments: str
 
 
+class InputDeltaEvent(ItemEvent, kw_only=True):
+    type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
+    item_id: str
+    delta: str
+
+
+class InputDoneEvent(ItemEvent, kw_only=True):
+    type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
+    item_id: str
+    input: str
+
+
 class ResponseErrorEvent(EventStruct, kw_only=True):
     type: Literal["error"] = "error"
     code: str
@@ -346,6 +381,8 @@ ResponseEvent = (
     | ReasoningTextDoneEvent
     | ArgumentsDeltaEvent
     | ArgumentsDoneEvent
+    | InputDeltaEvent
+    | InputDoneEvent
     | ResponseErrorEvent
 )
 

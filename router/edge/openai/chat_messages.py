@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.edge.openai.strict_model import Items, StrictModel, at_most, unsupported
-from router.edge.openai.tool_fields import ToolCall
+from router.edge.openai.tool_fields import AnyToolCall
 from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, tool_result
 from tandem.errors import InputError
 
@@ -27,7 +27,9 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     audio: object = None
     annotations: object = None
-    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = None
+    tool_calls: Annotated[Items[AnyToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = (
+        None
+    )
     tool_call_id: str | None = Field(None, description="Of a message of role `tool`: the call that it answers.")
     function_call: object = None
     reasoning_content: str | None = Field(None, description="Of an earlier answer.")

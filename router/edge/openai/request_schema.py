@@ -25,7 +25,7 @@ from router.edge.openai.strict_model import (
     refuse_unsupported,
     unsupported,
 )
-from router.edge.openai.tool_fields import ToolChoice, Tools, tool_use
+from router.edge.openai.tool_fields import ToolChoice, Tools, parsed_tools, tool_use
 from router.requests.validation import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
 from router.texts.chat import Chat
 from tandem.errors import InputError, shown
@@ -196,8 +196,7 @@ class ChatCompletionRequest(_GenerationRequest):
         return RawRequest(self.model, self._chat(), sampling, session, self.cache_salt or "")
 
     def _chat(self) -> Chat:
-        tools = [tool.function.tool(f"tools.{number}.function") for number, tool in enumerate(self.tools or ())]
-        use = tool_use(tools, self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(parsed_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
         return Chat(parse_messages(self.messages), use, self.chat_template_kwargs or {}, self.reasoning_effort)
 
 
@@ -333,7 +332,9 @@ def _path(loc: tuple[int | str, ...]) -> list[str]:
     return [str(part) for part in loc if not _is_union_branch(part)]
 
 
-_BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent", "NamedTool", "AllowedToolsChoice"})
+_MODELS = ("TextPart", "TextContent", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")
+_TAGS = ("Function", "Custom", "Grammar", "AnyText")  # clients' keys have no capitals
+_BRANCHES = frozenset(["str", "int", "float", *_MODELS, *_TAGS])
 
 
 def _is_union_branch(part: int | str) -> bool:

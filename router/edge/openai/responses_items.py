@@ -11,7 +11,10 @@ from router.edge.openai.answer_schema import (
     ArgumentsDoneEvent,
     ChatTokenLogprob,
     ContentPartEvent,
+    CustomToolCallItem,
     FunctionCallItem,
+    InputDeltaEvent,
+    InputDoneEvent,
     OutputItem,
     OutputItemEvent,
     OutputMessage,
@@ -25,7 +28,7 @@ from router.edge.openai.answer_schema import (
     TextDeltaEvent,
     TextDoneEvent,
 )
-from router.model_formats.events import CallArguments, CallEnded, CallStarted, Event, Reasoning, Text
+from router.model_formats.events import CallArguments, CallEnded, CallInput, CallStarted, Event, Reasoning, Text
 from router.requests.output import OutToken
 
 # Makes the logprobs of tokens; empty if the client asked for none.
@@ -34,7 +37,7 @@ Scored = Callable[[Sequence[OutToken], ListMaker], list[ChatTokenLogprob]]
 
 @dataclass
 class _Item:
-    """`number`: its place in the output. `texts`: of its one part, or of a call's arguments."""
+    """`number`: its place in the output. `texts`: of its one part, or of a call's arguments or input."""
 
     number: int
     id: str
@@ -60,6 +63,7 @@ class _Reasoning(_Item):
 class _Call(_Item):
     call_id: str = ""
     name: str = ""
+    is_custom: bool = False
 
 
 class OutputItems:
@@ -93,6 +97,10 @@ class OutputItems:
                     call = self._items[-1]
                     call.texts.append(event.text)
                     yield ArgumentsDeltaEvent(item_id=call.id, output_index=call.number, delta=event.text)
+                case CallInput():
+                    call = self._items[-1]
+                    call.texts.append(event.text)
+                    yield InputDeltaEvent(item_id=call.id, output_index=call.number, delta=event.text)
                 case CallEnded():
                     yield from self._closed("completed", is_whole=True)
         if waiting and self._items and isinstance(self._items[-1], _Message):
@@ -125,9 +133,10 @@ class OutputItems:
         yield ReasoningTextDeltaEvent(item_id=item.id, output_index=item.number, delta=text)
 
     def _call(self, event: CallStarted) -> Iterator[ResponseEvent]:
+        item_id = f"{'ctc' if event.is_custom else 'fc'}_{self._request_id}{self._suffix()}"
         call_id = self._call_id(event)
-        item_id = f"fc_{self._request_id}{self._suffix()}"
-        yield from self._opened(_Call(len(self._items), item_id, call_id=call_id, name=event.name))
+        call = _Call(len(self._items), item_id, call_id=call_id, name=event.name, is_custom=event.is_custom)
+        yield from self._opened(call)
 
     def _suffix(self) -> str:
         return f"_{len(self._items)}" if self._items else ""
@@ -153,6 +162,8 @@ class OutputItems:
         item.status = "incomplete" if isinstance(item, _Call) and not is_whole else status
         at, number = item.id, item.number
         match item:
+            case _Call() if item.is_custom:
+                yield InputDoneEvent(item_id=at, output_index=number, input=item.text)
             case _Call():
                 yield ArgumentsDoneEvent(item_id=at, output_index=number, name=item.name, arguments=item.text)
             case _Reasoning():
@@ -175,6 +186,10 @@ class OutputItems:
 
     def _struct(self, item: _Item, listed: ListMaker) -> OutputItem:
         match item:
+            case _Call() if item.is_custom:
+                return CustomToolCallItem(
+                    id=item.id, call_id=item.call_id, name=item.name, input=item.text, status=item.status
+                )
             case _Call():
                 return FunctionCallItem(
                     id=item.id, call_id=item.call_id, name=item.name, arguments=item.text, status=item.status

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.edge.openai.request_schema import (
     MAX_TOKENS_HELP,
@@ -27,16 +27,23 @@ from router.edge.openai.strict_model import (
     unsupported,
 )
 from router.edge.openai.tool_fields import (
+    FORM_HELP,
     AllowedTools,
     AllowedToolsChoice,
+    AnyText,
     FunctionFields,
-    FunctionName,
+    GrammarFields,
+    Name,
+    NamedCustomTool,
     NamedTool,
     ToolChoice,
+    ToolName,
+    branch,
+    form_branch,
     tool_use,
 )
 from router.requests.validation import RawRequest, RawSampling
-from router.texts.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, ToolUse, tool_call, tool_result
+from router.texts.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, Tool, ToolUse, custom_call, tool_call, tool_result
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_object, json_schema
 from tandem.request import MAX_LOGPROBS
@@ -64,7 +71,7 @@ class TextContent(StrictModel):
 
 
 class InputItem(StrictModel):
-    """A message, a function call, the output of one, or the reasoning of an earlier answer. Others are refused."""
+    """A message, a call, the output of one, or the reasoning of an earlier answer. Others are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -77,6 +84,7 @@ class InputItem(StrictModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Items[TextContent] | None = None
     summary: object = None
     encrypted_content: object = None
@@ -102,6 +110,8 @@ _ITEM_FIELDS: dict[str, tuple[str, ...]] = {  # that each type must have
     "message": ("content",),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 
@@ -128,23 +138,30 @@ def parse_items(items: Sequence[InputItem]) -> list[Message]:
                 messages.append(
                     Message("system" if item.role == "developer" else item.role or "", _text(item.content), more)
                 )
-            case "function_call":
-                call = tool_call(item.call_id or "", item.name or "", item.arguments or "", f"{path}.arguments")
+            case "function_call" | "custom_tool_call":
+                call = _call(item, path)
                 calls.add(item.call_id or "")
                 is_more = bool(messages) and messages[-1].role == "assistant"
                 last = messages.pop() if is_more else Message("assistant", "")
                 called = [*last.more.get("tool_calls", ()), call]
                 messages.append(replace(last, more={**last.more, **thought, "tool_calls": called}))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 messages.append(tool_result(item.call_id, calls, _text(item.output), f"{path}.call_id"))
         reasoning = ""
     return messages
 
 
-def _is_function(given: object) -> object:
+def _call(item: InputItem, path: str) -> dict[str, Any]:
+    call_id, name = item.call_id or "", item.name or ""
+    if item.type == "custom_tool_call":
+        return custom_call(call_id, name, item.input or "")
+    return tool_call(call_id, name, item.arguments or "", f"{path}.arguments")
+
+
+def _is_clients(given: object) -> object:
     """Tools that run at a server have other fields."""
-    if isinstance(given, dict) and given.get("type") not in ("function", None):
-        remedy = "offer it as a function that the client runs"
+    if isinstance(given, dict) and given.get("type") not in ("function", "custom", None):
+        remedy = "offer it as a function or a custom tool, which the client runs"
         raise unsupported("tools", f"type {str(given['type'])[:40]!r}", remedy)
     return given
 
@@ -153,8 +170,32 @@ class ResponsesTool(FunctionFields):
     type: Literal["function"]
 
 
+class GrammarFormat(GrammarFields):
+    type: Literal["grammar"]
+
+
+class ResponsesCustomTool(StrictModel):
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: (
+        Annotated[
+            Annotated[GrammarFormat, Tag("Grammar")] | Annotated[AnyText, Tag("AnyText")],
+            Discriminator(form_branch),
+        ]
+        | None
+    ) = Field(None, description=FORM_HELP)
+
+    def tool(self, where: str) -> Tool:
+        """`where`: the client's field of this tool. Raises InputError."""
+        form = self.format
+        if not isinstance(form, GrammarFormat):
+            return Tool.custom(self.name, self.description, None, "", where)
+        return Tool.custom(self.name, self.description, form.syntax, form.definition, f"{where}.format.definition")
+
+
 class FunctionChoice(StrictModel):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -232,7 +273,13 @@ class ResponsesRequest(StrictModel):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     tools: (
         Annotated[
-            Items[Annotated[ResponsesTool, BeforeValidator(_is_function)]],
+            Items[
+                Annotated[
+                    Annotated[ResponsesTool, Tag("Function")] | Annotated[ResponsesCustomTool, Tag("Custom")],
+                    Discriminator(branch),
+                    BeforeValidator(_is_clients),
+                ]
+            ],
             Field(max_length=MAX_TOOLS),
             at_most(MAX_TOOLS, "tools"),
         ]
@@ -294,8 +341,10 @@ class ResponsesRequest(StrictModel):
                 return other
 
 
-def _named(choice: FunctionChoice) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=choice.name))
+def _named(choice: FunctionChoice) -> NamedTool | NamedCustomTool:
+    if choice.type == "custom":
+        return NamedCustomTool(type="custom", custom=ToolName(name=choice.name))
+    return NamedTool(type="function", function=ToolName(name=choice.name))
 
 
 _NEUTRAL = {

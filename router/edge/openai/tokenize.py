@@ -9,7 +9,7 @@ from pydantic import Field
 from router.edge.openai.chat_messages import Messages, parse_messages
 from router.edge.openai.request_schema import TemplateSettings
 from router.edge.openai.strict_model import Items, StrictModel, at_most
-from router.edge.openai.tool_fields import Tools, tool_use
+from router.edge.openai.tool_fields import Tools, parsed_tools, tool_use
 from router.texts.chat import Chat
 from tandem.errors import InputError
 
@@ -36,8 +36,7 @@ class TokenizeRequest(StrictModel):
                     "add_special_tokens: expected only with prompt; the chat template adds its own",
                     field="add_special_tokens",
                 )
-            tools = [tool.function.tool(f"tools.{number}.function") for number, tool in enumerate(self.tools or ())]
-            use = tool_use(tools, None, None)
+            use = tool_use(parsed_tools(self.tools), None, None)
             return Chat(parse_messages(self.messages), use, self.chat_template_kwargs or {})
         return self.prompt or ""
 

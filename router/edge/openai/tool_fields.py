@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.model_formats.grammar import Mode
-from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, tool_call
+from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
 from tandem.errors import InputError
 
 Name = Annotated[str, Field(pattern=TOOL_NAME)]
+FORM_HELP = "What the input of every call satisfies. Absent: it is any text."
 _MODES = {"none": None, "auto": Mode.AUTO, "required": Mode.REQUIRED}
+
+
+def branch(given: object) -> str:
+    """Which one of a union is validated, so that an error is about the one that the client meant."""
+    return "Custom" if _type(given) == "custom" else "Function"
+
+
+def form_branch(given: object) -> str:
+    """As `branch`, of a custom tool's format."""
+    return "Grammar" if _type(given) == "grammar" else "AnyText"
+
+
+def _type(given: object) -> object:
+    return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
 
 
 class FunctionFields(StrictModel):
@@ -32,19 +47,76 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     function: FunctionFields
 
+    def tool(self, where: str) -> Tool:
+        """`where`: the client's field of this tool. Raises InputError."""
+        return self.function.tool(f"{where}.function")
 
-class FunctionName(StrictModel):
+
+class GrammarFields(StrictModel):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Field(min_length=1)]
+
+
+class GrammarFormat(StrictModel):
+    type: Literal["grammar"]
+    grammar: GrammarFields
+
+
+class AnyText(StrictModel):
+    type: Literal["text"]
+
+
+class CustomFields(StrictModel):
+    name: Name
+    description: str | None = None
+    format: (
+        Annotated[
+            Annotated[GrammarFormat, Tag("Grammar")] | Annotated[AnyText, Tag("AnyText")],
+            Discriminator(form_branch),
+        ]
+        | None
+    ) = Field(None, description=FORM_HELP)
+
+    def tool(self, where: str) -> Tool:
+        """`where`: the client's field of this tool. Raises InputError."""
+        if not isinstance(self.format, GrammarFormat):
+            return Tool.custom(self.name, self.description, None, "", where)
+        form = self.format.grammar
+        field = f"{where}.format.grammar.definition"
+        return Tool.custom(self.name, self.description, form.syntax, form.definition, field)
+
+
+class CustomTool(StrictModel):
+    type: Literal["custom"]
+    custom: CustomFields
+
+    def tool(self, where: str) -> Tool:
+        """As `FunctionTool.tool`."""
+        return self.custom.tool(f"{where}.custom")
+
+
+class ToolName(StrictModel):
     name: str
 
 
 class NamedTool(StrictModel):
     type: Literal["function"]
-    function: FunctionName
+    function: ToolName
+
+
+class NamedCustomTool(StrictModel):
+    type: Literal["custom"]
+    custom: ToolName
+
+
+AnyNamedTool = Annotated[
+    Annotated[NamedTool, Tag("Function")] | Annotated[NamedCustomTool, Tag("Custom")], Discriminator(branch)
+]
 
 
 class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tool_choice")]
+    tools: Annotated[Items[AnyNamedTool], Field(min_length=1, max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tool_choice")]
 
 
 class AllowedToolsChoice(StrictModel):
@@ -52,8 +124,11 @@ class AllowedToolsChoice(StrictModel):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
-Tools = Annotated[Items[FunctionTool], Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsChoice
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("Function")] | Annotated[CustomTool, Tag("Custom")], Discriminator(branch)
+]
+Tools = Annotated[Items[AnyTool], Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
 
 
 class CalledFunction(StrictModel):
@@ -74,19 +149,59 @@ class ToolCall(StrictModel):
         return tool_call(self.id, self.function.name, self.function.arguments, f"{where}.function.arguments")
 
 
+class CalledCustom(StrictModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(StrictModel):
+    """As `ToolCall`, of a custom tool."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+    index: int | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        return custom_call(self.id, self.custom.name, self.custom.input)
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("Function")] | Annotated[CustomToolCall, Tag("Custom")], Discriminator(branch)
+]
+
+
+def parsed_tools(tools: Sequence[FunctionTool | CustomTool] | None) -> list[Tool]:
+    """Raises InputError."""
+    return [tool.tool(f"tools.{number}") for number, tool in enumerate(tools or ())]
+
+
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool | None) -> ToolUse | None:
     """None without tools. A tool by its name is called exactly once, as in the OpenAI API. Raises InputError."""
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
             raise InputError("tool_choice: expected tools beside it, got none", field="tool_choice")
         return None
-    mode, only = _chosen(choice)
-    return ToolUse.parse(tools, mode, only, is_parallel is not False and not isinstance(choice, NamedTool))
+    mode, named = _chosen(choice)
+    customs = {tool.name: tool.is_custom for tool in tools}
+    for each in named or ():
+        if customs.get(_name(each)) is (each.type == "function"):
+            other = "function" if each.type == "custom" else "custom"
+            raise InputError(
+                f"tool_choice: expected type {other!r} of tool {_name(each)!r}, got {each.type!r}", field="tool_choice"
+            )
+    is_named = isinstance(choice, NamedTool | NamedCustomTool)
+    only = None if named is None else list(map(_name, named))
+    return ToolUse.parse(tools, mode, only, is_parallel is not False and not is_named)
 
 
-def _chosen(choice: ToolChoice | None) -> tuple[Mode | None, list[str] | None]:
-    if isinstance(choice, NamedTool):
-        return Mode.REQUIRED, [choice.function.name]
+def _chosen(choice: ToolChoice | None) -> tuple[Mode | None, Sequence[NamedTool | NamedCustomTool] | None]:
+    if isinstance(choice, NamedTool | NamedCustomTool):
+        return Mode.REQUIRED, [choice]
     if isinstance(choice, AllowedToolsChoice):
-        return _MODES[choice.allowed_tools.mode], [each.function.name for each in choice.allowed_tools.tools]
+        return _MODES[choice.allowed_tools.mode], choice.allowed_tools.tools
     return _MODES[choice or "auto"], None
+
+
+def _name(tool: NamedTool | NamedCustomTool) -> str:
+    return tool.function.name if isinstance(tool, NamedTool) else tool.custom.name

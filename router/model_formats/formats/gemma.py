@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.model_formats.grammar import Lark, Schema, Section, Tools, length, parameters, separated
+from router.model_formats.grammar import GrammarText, Lark, Schema, Section, Tools, length, parameters, separated
 from router.model_formats.reader import Reader, Steps
 from router.model_formats.shapes.tool_format import ToolFormat
 from router.model_formats.shapes.typed import types_of
@@ -67,6 +67,8 @@ class GemmaCalls(ToolFormat):
         return lark.rule(f'"{{" {separated(lark, pieces, ",")} "}}"')
 
     def _value(self, lark: Lark, schema: Schema, where: str, depth: int) -> str:
+        if isinstance(schema, GrammarText):
+            return f"{lark.text(self.mark)} {lark.until(self.mark, schema.bare)}"
         types = types_of({"properties": {"": schema}}, "")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and all(isinstance(each, str) for each in values):

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from router.model_formats.grammar import Lark, Schema, Section, Tools, length, optional, parameters
+from router.model_formats.grammar import GrammarText, Lark, Schema, Section, Tools, length, optional, parameters
 from router.model_formats.reader import Events, Markers, Reader, Steps
 from router.model_formats.shapes.tool_format import ToolFormat
 from router.model_formats.shapes.typed import json_of, types_of
@@ -149,15 +149,17 @@ class XmlCalls(ToolFormat):
         return Section({opening: whole, self.call: call}, f"{lark.text(chr(10) + opening)} {whole}")
 
     def _call_rule(self, lark: Lark, name: str, schema: Schema) -> str:
-        line = self.line if self.is_line_written else ""
         pieces = []
         for key, each, is_required in parameters(schema):
+            line = self.line if self.is_line_written or isinstance(each, GrammarText) else ""
             head = lark.text("\n" + self.key + key + "\n".join(self.key_ends) + line)
             value = self._value_rule(lark, each, types_of(schema, key), line + self.value_end, where=f"{name}: {key}")
             pieces.append((f"{head} {value}", is_required))
         return f"{lark.text(name + self.name_end)} {optional(pieces)} {lark.text(chr(10) + self.call_end)}"
 
     def _value_rule(self, lark: Lark, schema: Schema, types: frozenset[str], end: str, where: str) -> str:
+        if isinstance(schema, GrammarText):
+            return lark.until(self.value_end, schema.bare, before=end.removesuffix(self.value_end))
         if "string" not in types:
             return f"{lark.json(schema)} {lark.text(end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from router.model_formats.grammar import Mode
-from router.model_formats.parser import grammar
+from router.model_formats.custom_input import InputDecoder, input_schema
+from router.model_formats.events import CallArguments
+from router.model_formats.grammar import GrammarText, Mode
+from router.model_formats.parser import AnswerParser, grammar
 from router.model_formats.reasoning import REASONINGS
 from router.model_formats.registry import TOOL_FORMATS, Formats
 from router.testing.call_writers import WRITERS
 from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler
-from tandem.grammar.constraint import lark
+from tandem.grammar.constraint import Constraint, TextGrammar, joined, lark, regex
 from tandem.testing.models import write_tiny_llama
+from tandem.testing.schema_suite import Grammars
 from tandem.text.tokenizer import Tokenizer
 from tests.unit.router.model_formats.answers import NESTED, NOW, PARIS, TOOLS, Call, parse, parts
 
@@ -53,22 +58,28 @@ class Model:
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def refused_at(self, text: str, tokens: list[int]) -> int | None:
+    def refused_at(self, text: str | Constraint, tokens: list[int]) -> int | None:
         """The number of tokens that were allowed, if the next is not, or if the answer may not end after all."""
-        matcher = self._compiler.compile(lark(text, "").grammar)
+        constraint = lark(text, "") if isinstance(text, str) else text
+        matcher = self._compiler.compile(constraint.grammar)
         for number, token in enumerate(tokens):
             if matcher.is_complete or not matcher.allowed(frozenset([EOS]))[token]:
                 return number
             matcher.consume([token])
         return None if matcher.is_complete or matcher.allowed(frozenset([EOS]))[EOS] else len(tokens)
 
-    def allows(self, text: str, answer: str) -> bool:
+    def allows(self, text: str | Constraint, answer: str) -> bool:
         return self.refused_at(text, self.tokens(answer)) is None
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1, eos_token_id=EOS))
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(tmp_path_factory.mktemp("grammars"))
 
 
 def written(format: str, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -213,6 +224,59 @@ def test_what_a_format_cannot_write_is_refused(format: str, schema: dict[str, An
     tools = {"pick": {"type": "object", "properties": {"code": schema}}}
     with pytest.raises(InputError, match=r"pick.*code"):
         of(format, Mode.REQUIRED, tools=tools)
+
+
+BARE = ("function_gemma", "gemma4", "glm", "minimax_m2", "qwen3_coder")  # formats that write strings without escapes
+CODE = '\nif a < "b\\":\n\tgo()\n'
+
+
+def with_input(format: str, syntax: str, definition: str) -> Constraint:
+    text = TextGrammar.parse(syntax, definition, "tools.0.custom.format")
+    tools = {"run": input_schema(GrammarText("input0", text.regex, "tools.0.custom.format"))}
+    return joined(of(format, Mode.REQUIRED, tools=tools), (), "tools", {"input0": text.escaped})
+
+
+def with_code(format: str, text: str) -> str:
+    call = WRITERS[format]([("run", {"input": text})]).replace(*CANONICAL.get(format, ("", "")))
+    if format == "minimax_m2":
+        return call.replace(text, f"\n{text}\n")  # its template leaves line breaks out that are not a part of the value
+    return call.replace(repr(text), json.dumps(text)) if "pythonic" in format else call
+
+
+@pytest.mark.parametrize("syntax", ["regex", "lark"])
+@pytest.mark.parametrize("format", WRITERS)
+def test_the_input_of_a_custom_tool_satisfies_its_grammar(model: Model, format: str, syntax: str) -> None:
+    definition = r'\nif a < "b\\":\n(\t[a-z]+\(\)\n)+'
+    if syntax == "lark":
+        definition = 'start: "\\nif a < \\"b\\\\\\":\\n" line+\nline: /\\t[a-z]+\\(\\)\\n/'
+        if format in BARE:
+            with pytest.raises(InputError, match=r"bare text.*use syntax 'regex'"):
+                with_input(format, syntax, definition)
+            return
+    made = with_input(format, syntax, definition)
+    answer = with_code(format, CODE)
+    assert model.allows(made, answer)
+    for other in (CODE[1:], CODE[:-1], CODE + "\tno", CODE.replace('"', "'"), ""):
+        assert not model.allows(made, with_code(format, other)), other
+    assert input_of(format, answer) == CODE
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_whatever_the_grammar_lets_through_is_an_input_of_it(grammars: Grammars, format: str) -> None:
+    definition = r'[a-c"\\<>/\n]{2,4}'
+    made, plain = grammars.of(with_input(format, "regex", definition)), grammars.of(regex(definition, ""))
+    answers = [answer for seed in range(40) if (answer := grammars.answer(made, Random(seed), most=400)) is not None]
+    assert answers
+    for answer in answers:
+        assert grammars.accepts(plain, input_of(format, answer)), answer
+
+
+def input_of(format: str, answer: str) -> str:
+    parser = AnswerParser(Formats(TOOL_FORMATS[format]), {"run": input_schema({"type": "string"})})
+    events = [event for char in answer for event in parser.feed(char)] + parser.finish()
+    first = [event.text for event in events if isinstance(event, CallArguments) and event.index == 0]
+    decoder = InputDecoder()
+    return "".join(map(decoder.feed, first))
 
 
 def test_a_required_property_must_be_known() -> None:

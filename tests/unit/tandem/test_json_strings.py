@@ -1,0 +1,106 @@
+"""A grammar in a JSON string has the texts of the grammar itself, each in its one way to be written."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from tandem.errors import InputError
+from tandem.grammar.constraint import TextGrammar
+from tandem.testing.schema_suite import Grammars
+
+# Of each grammar: some of its texts, and some that it has not.
+CASES: list[tuple[str, str, list[str], list[str]]] = [
+    ("regex", "[0-9]{2,3}", ["12", "123"], ["1", "1a"]),
+    ("regex", r'say "(a|b)\n"\\', ['say "a\n"\\'], ['say "a\n"', "say a"]),
+    ("regex", r"[^a]+", ["b", '"', "\\", "\n", "\x00\x1f", "é€😀", "\x7f"], ["a", '"a']),
+    ("regex", r".+", ["x", '"\\\t', "\x1f"], ["a\nb"]),
+    ("regex", r"\s\S\d\w\W\D", ['\n"1a\\x', ' a1a\t"'], ["\n\n1a\\x", " a1aax"]),
+    ("regex", r"[\x09-\x22]", ["\t", "\n", '"', " ", "!"], ["#", "\x08"]),
+    ("regex", r'["\\]', ['"', "\\"], ["a"]),
+    ("regex", r"[a\-\]\n\/]+", ["a-]\n/"], ["b"]),
+    ("regex", r"\u{22}\x41\U0001F600", ['"A😀'], ['"A']),
+    ("regex", r"a/b\/c", ["a/b/c"], ["abc"]),
+    ("regex", r"\p{Lu}\pN", ["É1"], ["é1", '"1']),
+    ("regex", r"\t*?x", ["\t\tx", "x"], ["tx"]),
+    ("lark", 'start: "a\\n" X\nX: /b+/ "\\""', ['a\nb"'], ["a\nb", "anb"]),
+    ("lark", 'start: /a.b/s | "\\"n"i', ["a\nb", 'a"b', '"n', '"N'], ["\\n", "a\\nb"]),
+    ("lark", 'start: /n"t/i', ['N"T'], ["n\\T"]),
+    ("lark", 'start: "!".."$"+', ['!"#$'], ["%"]),
+    ("lark", "%import common.WS\n%ignore WS\nstart: NUM+\n%import common.INT -> NUM", ["1\n2\t3", "12"], ["a"]),
+    ("lark", "%import common.ESCAPED_STRING\nstart: ESCAPED_STRING", ['"a\\"b"'], ['"a', "a"]),
+    ("lark", 'start: "(" start ")" | "\\\\" // nested\n# and a note', ["((\\))"], ["(\\"]),
+    ("lark", "start: LINE ~ 2..3\nLINE: /[a-z ]*/ /\\n/", ["a\nb c\n"], ["a\n", "a\nb"]),
+    ("lark", 'start: A\nA: /[a-z"]+/ & /.{2}/', ['a"', '""'], ["a", "a\n"]),
+    ("lark", "?start: [pair] tail{1,2}\npair: /a/ -> first\ntail: /\\r/", ["a\r", "\r\r"], ["a"]),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(tmp_path_factory.mktemp("model"))
+
+
+def inner(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+@pytest.mark.parametrize(("syntax", "definition", "texts", "others"), CASES, ids=lambda each: str(each)[:40])
+def test_the_texts_are_the_same(
+    grammars: Grammars, syntax: str, definition: str, texts: list[str], others: list[str]
+) -> None:
+    grammar = TextGrammar.parse(syntax, definition, "definition")
+    plain, escaped = grammars.of(grammar.plain), grammars.of(grammar.escaped)
+    for text in texts:
+        assert grammars.accepts(plain, text), text
+        assert grammars.accepts(escaped, inner(text)), text
+    for text in others:
+        assert not grammars.accepts(plain, text), text
+        assert not grammars.accepts(escaped, inner(text)), text
+    for seed in range(20):
+        if (written := grammars.answer(escaped, Random(seed))) is not None:
+            text = json.loads(f'"{written}"')
+            assert inner(text) == written, "a text has one way to be written"
+            assert grammars.accepts(plain, text)
+        if (text := grammars.answer(plain, Random(seed)) or "") and "\ufffd" not in text:
+            assert grammars.accepts(escaped, inner(text))
+
+
+def test_a_text_has_no_second_way(grammars: Grammars) -> None:
+    escaped = grammars.of(TextGrammar.parse("regex", r"[A\n/]", "definition").escaped)
+    assert [grammars.accepts(escaped, each) for each in ("A", "\\n", "/")] == [True] * 3
+    for other in ("\\u0041", "\\u000a", "\n", "\\/", "n", '"'):
+        assert not grammars.accepts(escaped, other), other
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "reason"),
+    [
+        ("regex", "^a", "'^a' cannot"),
+        ("regex", "a$", "cannot"),
+        ("regex", "(?=a)b", "cannot"),
+        ("regex", "(?i)a", "cannot"),
+        ("regex", r"a\b", "this escape"),
+        ("regex", r"\p{Cc}", "letters"),
+        ("regex", r"[[:alpha:]]", "in a set"),
+        ("regex", r"[a&&b]", "in a set"),
+        ("regex", r"\u{110000}", "Unicode"),
+        ("lark", "start: /a/x", "flags"),
+        ("lark", 'start: "\\x41"', "escapes of JSON"),
+        ("lark", 'start: "ab".."c"', "single characters"),
+        ("lark", "start: <tool>", "'<tool>' cannot"),
+        ("lark", "start: @answer", "cannot"),
+        ("lark", "start: %json {}", "cannot"),
+        ("lark", 'start[stop="x"]: /a/', "cannot"),
+        ("lark", "start: A\nA: ~B\nB: /a/", "cannot"),
+        ("lark", "%import common (WS, INT)\nstart: WS", "cannot"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_refused_by_name(syntax: str, definition: str, reason: str) -> None:
+    with pytest.raises(InputError) as refused:
+        TextGrammar.parse(syntax, definition, "tools.0")
+    assert refused.value.field == "tools.0"
+    assert refused.value.message.startswith("tools.0: ")
+    assert reason in refused.value.message
