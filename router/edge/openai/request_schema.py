@@ -216,6 +216,7 @@ class CompletionRequest(_GenerationRequest):
         None, description="At most the rest of the context after the prompt. Absent: 16. 0 is for `echo` only."
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_cache_key: str | None = Field(None, description="As `user`, which it goes before.")
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -241,7 +242,7 @@ class CompletionRequest(_GenerationRequest):
         if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
-        session, salt = self.user or "", self.cache_salt or ""
+        session, salt = self.prompt_cache_key or self.user or "", self.cache_salt or ""
         return [RawRequest(self.model, each, sampling, session, salt, echo=bool(self.echo)) for each in prompts]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:

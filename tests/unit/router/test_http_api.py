@@ -148,6 +148,19 @@ async def test_the_user_names_the_session_in_every_api(cluster: Cluster) -> None
     assert sessions[0] != sessions[4]
 
 
+async def test_a_prompt_cache_key_names_the_session_before_the_user(cluster: Cluster) -> None:
+    sessions: list[bytes | None] = []
+    cluster.app.dispatcher.core.facts.subscribe(Arrived, "test", lambda run, *_: sessions.append(run.request.session))
+    await cluster.openai.completions.create(**COMPLETION, user="one")
+    for key, user in (("one", None), ("one", "two")):
+        fields = {"prompt_cache_key": key, "user": user}
+        for path, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+            assert (await cluster.http.post(f"/v1/{path}", json=body | fields)).status_code == 200
+        reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | fields)
+        assert reply.status_code == 200
+    assert sessions == [sessions[0]] * 7
+
+
 async def test_defaults_are_a_drawn_seed_and_openais_numbers_of_tokens(cluster: Cluster) -> None:
     for _ in range(2):
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12)
