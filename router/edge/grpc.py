@@ -18,7 +18,7 @@ from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.grpc_gate import GrpcGate, call_of, header_of
 from router.edge.controller_api import TracesEdge
-from router.edge.grpc_chat import ChatParts, chat_of
+from router.edge.grpc_chat import ChatParts, chat_of, parsed_json
 from router.edge.keyed_grpc import KeyedCalls, Run, has_key
 from router.edge.limits.bodies import BodyBudget
 from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
@@ -38,6 +38,7 @@ from router.texts.chat import Chat
 from tandem.config.spec import Role
 from tandem.errors import InputError, PortInUse
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
+from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.request import FinishReason, check_length
 from tandem.v1 import inference_pb2 as pb
@@ -200,8 +201,21 @@ def _constraint(given: pb.Constraint) -> Constraint | None:
             return choice(given.choice.texts, "constraint.choice")
         case "grammar":
             return grammar(given.grammar, "constraint.grammar")
+        case "structural_tag":
+            return _structural_tag(given.structural_tag, "constraint.structural_tag")
         case _:
             return None
+
+
+def _structural_tag(given: pb.StructuralTag, field: str) -> Constraint:
+    check_length(f"{field}.structures", len(given.structures), MAX_STRUCTURES)
+    structures = [
+        Structure(
+            each.begin, parsed_json(each.schema or '{"type": "object"}', f"{field}.structures.{at}.schema"), each.end
+        )
+        for at, each in enumerate(given.structures)
+    ]
+    return structural_tag(structures, given.triggers, field)
 
 
 def _sampling(given: pb.SamplingParams, constraint: Constraint | None) -> RawSampling:

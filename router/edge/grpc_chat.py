@@ -74,18 +74,19 @@ def _tool(given: pb.Tool, where: str) -> Tool:
         field = f"{where}.name"
         raise InputError(f"{field}: expected {TOOL_NAME}, got {given.name[:80]!r}", field=field)
     field = f"{where}.parameters"
-    schema = _json(given.parameters, field) if given.parameters else None
+    schema = parsed_json(given.parameters, field) if given.parameters else None
     return Tool.parse(given.name, schema, given.description or None, is_strict=given.strict, where=field)
 
 
 def _settings(text: str) -> Mapping[str, Any]:
-    settings = _json(text, "template_settings") if text else {}
+    settings = parsed_json(text, "template_settings") if text else {}
     if not isinstance(settings, dict):
         raise InputError("template_settings: expected a JSON object", field="template_settings")
     return settings
 
 
-def _json(text: str, field: str) -> Any:
+def parsed_json(text: str, field: str) -> Any:
+    """Raises InputError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +132,12 @@ class ChatModel:
     def _constraint(self, use: ToolUse | None, asked: Constraint | None, is_opened: bool) -> Constraint | None:
         """Raises InputError."""
         callable_ = () if use is None else use.callable
+        if callable_ and asked is not None and asked.is_free:
+            raise InputError(
+                f"{asked.field}: expected no tools beside a structural tag, whose free text could be a call; leave one "
+                "of them out, or send tool_choice 'none'",
+                field=asked.field,
+            )
         has_calls = use is not None and callable_ and (use.is_constrained or asked is not None)
         reasons = self._formats.reasoning is not None or self._formats.tools is HARMONY
         if not has_calls and (asked is None or not reasons):

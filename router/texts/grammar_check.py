@@ -41,15 +41,10 @@ class GrammarChecker:
         try:
             if self._compiler is None:
                 self._compiler = self._load()
-            self._compiler.compile(constraint.grammar)
+            self._compiler.check(constraint)
         except CheckpointError as error:
             what = f"{constraint.field}: this model's answers cannot be constrained: {error.message}"
             return InputError(what, field=constraint.field)
         except InputError as error:
-            return self._fault_of_part(constraint) or constraint.located(error.message)
+            return error
         return None
-
-    def _fault_of_part(self, constraint: Constraint) -> InputError | None:
-        """Of the first part that cannot be used by itself: the client wrote it, and can find the fault in it."""
-        faults = (self._fault(part) for part in constraint.parts)
-        return next((fault for fault in faults if fault is not None), None)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import CheckpointError, InputError
-from tandem.grammar.constraint import MAX_GRAMMAR_BYTES
+from tandem.grammar.constraint import MAX_GRAMMAR_BYTES, Constraint
 from tandem.grammar.schema_keywords import first_line
 
 Allowed = NDArray[np.bool_]  # [vocab_size]
@@ -101,6 +101,15 @@ class GrammarCompiler:
             return cls((model_dir / "tokenizer.json").read_text("utf-8"), vocab_size, eos)
         except OSError as error:
             raise CheckpointError(f"{model_dir}: expected a tokenizer.json: {error}", field="model") from error
+
+    def check(self, constraint: Constraint) -> Matcher:
+        """As `compile`. Raises InputError with the field of the part at fault, in which the client can find it."""
+        try:
+            return self.compile(constraint.grammar)
+        except InputError as error:
+            for part in constraint.parts:
+                self.check(part)
+            raise constraint.located(error.message) from None
 
     def compile(self, grammar: str) -> Matcher:
         """Releases the interpreter lock. Raises InputError with the library's reason."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llguidance
@@ -28,12 +28,13 @@ _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible"
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """`field`: what the client sent it in. `schema`: the parsed JSON Schema, if it is one. `parts`: those that it was
-    joined of."""
+    joined of. `is_free`: text is free in parts of the answer."""
 
     field: str
     grammar: str
     schema: object = None
     parts: tuple[Constraint, ...] = ()
+    is_free: bool = False
 
     def located(self, reason: str) -> InputError:
         """The error for a grammar that cannot be used; for an unsupported keyword of a schema with its JSON pointer."""
@@ -136,6 +137,16 @@ def joined(start: str, parts: Sequence[Constraint], field: str, named: Mapping[s
         (inner,) = json.loads(each.grammar)["grammars"]
         grammars.append({"name": name, **inner})
     return _limited(Constraint(field, json.dumps({"grammars": grammars}), parts=tuple(parts)))
+
+
+def free_text(text: str, parts: Sequence[Constraint], field: str) -> Constraint:
+    """`text`: Lark, of which only some parts are bound."""
+    return replace(joined(text, parts, field, {}), is_free=True)
+
+
+def inline_json(schema: object) -> str:
+    """A JSON Schema as an expression of Lark."""
+    return "%json " + json.dumps({**schema, _OPTIONS: _COMPACT} if isinstance(schema, Mapping) else schema)
 
 
 def _unsupported(field: str, keyword: Keyword, reason: str) -> UnsupportedField:

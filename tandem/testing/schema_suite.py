@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from tandem.errors import InputError
 from tandem.grammar.compiler import GrammarCompiler, Matcher
 from tandem.grammar.constraint import Constraint, any_schema, json_schema
 from tandem.testing.models import write_tiny_llama
@@ -59,10 +58,7 @@ class Grammars:
 
     def of(self, constraint: Constraint) -> Matcher:
         """As `compile`."""
-        try:
-            return self._compiler.compile(constraint.grammar)
-        except InputError as error:
-            raise constraint.located(error.message) from None
+        return self._compiler.check(constraint)
 
     def compile_unchecked(self, schema: object) -> Matcher:
         """As the library takes it."""

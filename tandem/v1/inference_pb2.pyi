@@ -104,6 +104,7 @@ class Constraint(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON Schema, draft 2020-12"""
     json_object: _builtins.bool
@@ -113,6 +114,8 @@ class Constraint(_message.Message):
     """in Lark or GBNF"""
     @_builtins.property
     def choice(self) -> Global___Choices: ...
+    @_builtins.property
+    def structural_tag(self) -> Global___StructuralTag: ...
     def __init__(
         self,
         *,
@@ -121,16 +124,70 @@ class Constraint(_message.Message):
         regex: _builtins.str = ...,
         choice: Global___Choices | None = ...,
         grammar: _builtins.str = ...,
+        structural_tag: Global___StructuralTag | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class StructuralTag(_message.Message):
+    """Free text, in which a trigger begins one of the structures. Text after the end of a structure is free again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Structure(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        BEGIN_FIELD_NUMBER: _builtins.int
+        SCHEMA_FIELD_NUMBER: _builtins.int
+        END_FIELD_NUMBER: _builtins.int
+        begin: _builtins.str
+        """starts with a trigger"""
+        schema: _builtins.str
+        """JSON Schema of what follows; empty: any JSON object"""
+        end: _builtins.str
+        def __init__(
+            self,
+            *,
+            begin: _builtins.str = ...,
+            schema: _builtins.str = ...,
+            end: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "schema", b"schema"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STRUCTURES_FIELD_NUMBER: _builtins.int
+    TRIGGERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def structures(self) -> _containers.RepeatedCompositeFieldContainer[Global___StructuralTag.Structure]: ...
+    @_builtins.property
+    def triggers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none may contain another"""
+
+    def __init__(
+        self,
+        *,
+        structures: _abc.Iterable[Global___StructuralTag.Structure] | None = ...,
+        triggers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["structures", b"structures", "triggers", b"triggers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StructuralTag: _TypeAlias = StructuralTag  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):

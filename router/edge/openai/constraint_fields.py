@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Json, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel
+from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema, json_schema_text, regex
+from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -21,22 +22,52 @@ class JsonSchemaFormat(StrictModel):
     strict: bool | None = Field(None, description="No effect: every answer satisfies its schema.")
 
 
+class StructureFields(StrictModel):
+    begin: str
+    schema_: Any = Field(None, alias="schema", description="JSON Schema, draft 2020-12. Absent: any JSON object.")
+    end: str
+
+
+class StructuralTag(StrictModel):
+    """As in vLLM and SGLang: free text, in which a trigger begins one of the structures."""
+
+    type: Literal["structural_tag"]
+    structures: Annotated[Items[StructureFields], at_most(MAX_STRUCTURES, "structures")] | None = None
+    triggers: Annotated[Items[str], at_most(MAX_STRUCTURES, "triggers")] | None = None
+    format: object = None  # a later form of theirs
+
+    def constraint(self, field: str) -> Constraint:
+        """Raises InputError, UnsupportedField."""
+        if self.format is not None:
+            raise unsupported(f"{field}.format", "a structural tag in this form", "send structures and triggers")
+        structures = [
+            Structure(each.begin, {"type": "object"} if each.schema_ is None else each.schema_, each.end)
+            for each in self.structures or ()
+        ]
+        return structural_tag(structures, self.triggers or (), field)
+
+
 class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, field: str) -> Constraint | None:
         """Raises InputError."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InputError(
-                "response_format.json_schema: expected exactly with type 'json_schema'",
-                field="response_format.json_schema",
+                f"{field}.json_schema: expected exactly with type 'json_schema'", field=f"{field}.json_schema"
             )
         if self.json_schema is None:
-            return None if self.type == "text" else json_object("response_format")
+            return None if self.type == "text" else json_object(field)
         if self.json_schema.schema_ is None:
-            return json_object("response_format.json_schema")
-        return json_schema(self.json_schema.schema_, "response_format.json_schema.schema")
+            return json_object(f"{field}.json_schema")
+        return json_schema(self.json_schema.schema_, f"{field}.json_schema.schema")
+
+
+AnyFormat = Annotated[
+    Annotated[ResponseFormat, Tag("Format")] | Annotated[StructuralTag, Tag("StructuralTag")],
+    Discriminator(lambda given: "StructuralTag" if type_of(given) == "structural_tag" else "Format"),
+]
 
 
 class StructuredOutputs(StrictModel):
@@ -47,6 +78,9 @@ class StructuredOutputs(StrictModel):
     choice: Items[str] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
+    structural_tag: Json[StructuralTag] | None = Field(
+        None, description="The text of a `response_format` of this type."
+    )
 
 
 class ConstraintFields(StrictModel):
@@ -61,7 +95,7 @@ class ConstraintFields(StrictModel):
     regex: Text | None = Field(None, description="As in SGLang.")
     ebnf: Text | None = Field(None, description="Lark or GBNF; as in SGLang.")
 
-    def _constraint(self, response_format: ResponseFormat | None) -> Constraint | None:
+    def _constraint(self, response_format: AnyFormat | None) -> Constraint | None:
         """Raises InputError."""
         outer = {
             "guided_json": (self.guided_json, _schema),
@@ -75,7 +109,7 @@ class ConstraintFields(StrictModel):
         found = [_made(name, value, make) for name, (value, make) in outer.items() if value is not None]
         if (inner := self.structured_outputs) is not None:
             found.append(_of_structured_outputs(inner))
-        if response_format is not None and (formatted := response_format.constraint()) is not None:
+        if response_format is not None and (formatted := response_format.constraint("response_format")) is not None:
             found.append(formatted)
         if len(found) > 1:
             fields = " and ".join(each.field for each in found)
@@ -90,6 +124,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Constraint:
         "choice": (given.choice, choice),
         "grammar": (given.grammar, grammar),
         "json_object": (given.json_object or None, lambda _, field: json_object(field)),
+        "structural_tag": (given.structural_tag, lambda tag, field: tag.constraint(field)),
     }
     set_ = {name: each for name, each in fields.items() if each[0] is not None}
     if len(set_) != 1:

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from router.edge.limits.json import check_body
 from router.edge.openai.chat_messages import Messages, parse_messages
-from router.edge.openai.constraint_fields import ConstraintFields, ResponseFormat
+from router.edge.openai.constraint_fields import AnyFormat, ConstraintFields
 from router.edge.openai.field_errors import field_error
 from router.edge.openai.strict_model import (
     Items,
@@ -90,7 +90,7 @@ class _GenerationRequest(ConstraintFields):
     logit_bias: dict[str, float] | None = None
     cache_salt: CacheSalt = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnyFormat | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -334,7 +334,7 @@ def _path(loc: tuple[int | str, ...]) -> list[str]:
 
 
 _MODELS = ("TextPart", "TextContent", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")
-_TAGS = ("Function", "Custom", "Grammar", "AnyText")  # clients' keys have no capitals
+_TAGS = ("Function", "Custom", "Grammar", "AnyText", "Format", "StructuralTag")  # clients' keys have no capitals
 _BRANCHES = frozenset(["str", "int", "float", *_MODELS, *_TAGS])
 
 

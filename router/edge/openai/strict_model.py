@@ -38,6 +38,11 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def type_of(given: object) -> object:
+    """What chooses one of a union of models."""
+    return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+
+
 # Per known but unsupported field: whether a value changes nothing.
 Neutral = dict[str, Callable[[object], bool]]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, at_most
+from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of
 from router.model_formats.grammar import Mode
 from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
 from tandem.errors import InputError
@@ -19,16 +19,12 @@ _MODES = {"none": None, "auto": Mode.AUTO, "required": Mode.REQUIRED}
 
 def branch(given: object) -> str:
     """Which one of a union is validated, so that an error is about the one that the client meant."""
-    return "Custom" if _type(given) == "custom" else "Function"
+    return "Custom" if type_of(given) == "custom" else "Function"
 
 
 def form_branch(given: object) -> str:
     """As `branch`, of a custom tool's format."""
-    return "Grammar" if _type(given) == "grammar" else "AnyText"
-
-
-def _type(given: object) -> object:
-    return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "Grammar" if type_of(given) == "grammar" else "AnyText"
 
 
 class FunctionFields(StrictModel):

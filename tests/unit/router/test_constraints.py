@@ -20,6 +20,7 @@ from tandem.grammar.constraint import (
     json_schema,
     regex,
 )
+from tandem.grammar.structural_tag import Structure, structural_tag
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2 as pb
@@ -29,8 +30,14 @@ MODEL = "tiny"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "Hi"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 LARK = 'start: "a" start | "b"'
+TAG = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<"]}
+TAGGED = structural_tag([Structure("<a>", SCHEMA, "</a>")], ["<"], "")
+PB_TAG = pb.StructuralTag(
+    structures=[pb.StructuralTag.Structure(begin="<a>", schema=json.dumps(SCHEMA), end="</a>")], triggers=["<"]
+)
 
 SERVED: list[tuple[dict[str, Any], Constraint]] = [
     ({"response_format": FORMAT}, json_schema(SCHEMA, "")),
@@ -48,6 +55,8 @@ SERVED: list[tuple[dict[str, Any], Constraint]] = [
     ({"structured_outputs": {"choice": ["yes", "no"]}}, choice(["yes", "no"], "")),
     ({"structured_outputs": {"grammar": LARK}}, grammar(LARK, "")),
     ({"structured_outputs": {"json_object": True}}, json_object("")),
+    ({"response_format": TAG}, TAGGED),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, TAGGED),
 ]
 
 
@@ -83,8 +92,9 @@ async def test_a_free_answer_has_no_grammar(cluster: Cluster) -> None:
         (pb.Constraint(regex="[0-9]+"), regex("[0-9]+", "")),
         (pb.Constraint(choice=pb.Choices(texts=["yes", "no"])), choice(["yes", "no"], "")),
         (pb.Constraint(grammar=LARK), grammar(LARK, "")),
+        (pb.Constraint(structural_tag=PB_TAG), TAGGED),
     ],
-    ids=["json_schema", "json_object", "regex", "choice", "grammar"],
+    ids=["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"],
 )
 async def test_grpc_takes_each_kind(cluster: Cluster, constraint: pb.Constraint, expected: Constraint) -> None:
     cluster.says("b")
@@ -101,8 +111,15 @@ async def test_grpc_takes_each_kind(cluster: Cluster, constraint: pb.Constraint,
         (pb.Constraint(regex="("), "constraint.regex"),
         (pb.Constraint(choice=pb.Choices()), "constraint.choice"),
         (pb.Constraint(grammar="start: missing"), "constraint.grammar"),
+        (pb.Constraint(structural_tag=pb.StructuralTag()), "constraint.structural_tag.structures"),
+        (
+            pb.Constraint(
+                structural_tag=pb.StructuralTag(structures=[pb.StructuralTag.Structure(begin="<", schema="{", end=">")])
+            ),
+            "constraint.structural_tag.structures.0.schema",
+        ),
     ],
-    ids=["json_schema", "json_object", "regex", "choice", "grammar"],
+    ids=["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "schema"],
 )
 async def test_grpc_names_the_field_of_a_constraint_that_cannot_be_used(
     cluster: Cluster, constraint: pb.Constraint, field: str
@@ -148,6 +165,23 @@ def as_format(schema: object) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "exactly with"),
         ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, "response_format.json_schema", ""),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "1 to 128"),
+        ({"response_format": TAG | {"triggers": []}}, "response_format.triggers", "1 to 128"),
+        ({"response_format": TAG | {"triggers": ["<b"]}}, "response_format.triggers.0", "leave it out"),
+        ({"response_format": TAG | {"structures": [{"end": "x"}]}}, "response_format.structures.0.begin", "none"),
+        (
+            {"response_format": TAG | {"structures": [{"begin": "<a>", "end": ">", "schema": {"$ref": "#/x"}}]}},
+            "response_format.structures.0.schema",
+            "/x",
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "send structures"),
+        ({"response_format": TAG, "tools": [TOOL]}, "response_format", "structural tag"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "JSON"),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAG | {"structures": []})}},
+            "structured_outputs.structural_tag.structures",
+            "1 to 128",
+        ),
         ({"response_format": FORMAT, "regex": "a"}, "response_format.json_schema.schema", "at most one"),
         ({"regex": "a", "ebnf": LARK}, "ebnf", "regex and ebnf"),
         ({"regex": "(a"}, "regex", "parse error"),
