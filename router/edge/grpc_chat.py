@@ -35,7 +35,8 @@ def chat_of(chat: pb.ChatMessages) -> Chat:
     check_length("tools", len(chat.tools), MAX_TOOLS)
     calls: set[str] = set()
     messages = tuple(_message(each, calls, f"chat.messages.{index}") for index, each in enumerate(chat.messages))
-    return Chat(messages, _use(chat), _settings(chat.template_settings), chat.reasoning_effort or None)
+    effort = chat.reasoning_effort or None
+    return Chat(messages, _use(chat), _settings(chat.template_settings), effort, settings_field="template_settings")
 
 
 def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
@@ -65,7 +66,8 @@ def _use(chat: pb.ChatMessages) -> ToolUse | None:
     tools = [_tool(each, f"tools.{number}") for number, each in enumerate(chat.tools)]
     if choice.mode not in _MODES:
         raise InputError(f"tool_choice.mode: expected a known mode, got {choice.mode}", field="tool_choice.mode")
-    is_parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+    is_named = choice.mode == pb.ToolChoice.MODE_REQUIRED and len(choice.names) == 1
+    is_parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else not is_named
     return ToolUse.parse(tools, _MODES[choice.mode], [*choice.names] or None, is_parallel)
 
 

@@ -123,13 +123,15 @@ class ToolUse:
 @dataclass(frozen=True, slots=True)
 class Chat:
     """`settings`: of the model's template, such as `enable_thinking`. `effort`: of the reasoning, in OpenAI's words.
-    `wishes`: settings for a template that reads them."""
+    `wishes`: settings for a template that reads them. `settings_field`, `effort_field`: the client's."""
 
     messages: tuple[Message, ...]
     tools: ToolUse | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     wishes: Mapping[str, Any] = field(default_factory=dict)
+    settings_field: str = "chat_template_kwargs"
+    effort_field: str = "reasoning_effort"
     chars: int = field(init=False, compare=False)  # what it costs to render and tokenize
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class ChatModel:
         """`asked`: for the answer's text. Raises InputError."""
         use = chat.tools
         wishes = {name: value for name, value in chat.wishes.items() if name in self._template.variables}
-        settings = wishes | self._effort(chat.effort) | self._settings(chat.settings)
+        settings = wishes | self._effort(chat) | self._settings(chat)
         if use is not None and use.callable and self._formats.tools is None:
             raise InputError(
                 f"tools: the format of calls of model {self._name!r} is not known; leave tools out, or name a format "
@@ -87,11 +87,11 @@ class ChatModel:
         """All that the client wrote and the template will write, with the special tokens in it marked."""
         return written if self._marks is None else self._marks.mark(written)
 
-    def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings(self, chat: Chat) -> dict[str, Any]:
         """Raises InputError for a setting that the template does not read, unless it turns off what is not there."""
         known = self._template.variables - _RESERVED
-        field = "chat_template_kwargs"
-        for name, value in settings.items():
+        field = chat.settings_field
+        for name, value in chat.settings.items():
             if name in _RESERVED:
                 raise InputError(
                     f"{field}.{name}: expected other names; this one is the server's own", field=f"{field}.{name}"
@@ -102,11 +102,11 @@ class ChatModel:
                     f"{field}.{name[:80]}: the model's chat template does not read it; it reads {names}",
                     field=f"{field}.{name[:80]}",
                 )
-        return dict(settings)
+        return dict(chat.settings)
 
-    def _effort(self, effort: str | None) -> dict[str, Any]:
+    def _effort(self, chat: Chat) -> dict[str, Any]:
         """The template's settings for a reasoning effort. Raises InputError if it has none."""
-        variables = self._template.variables
+        variables, effort = self._template.variables, chat.effort
         if effort is None:
             return {}
         thinking = [name for name in THINKING if name in variables]
@@ -119,8 +119,8 @@ class ChatModel:
         if self._formats.reasoning is not None:  # it always reasons
             return {}
         raise InputError(
-            f"reasoning_effort: model {self._name!r} does not reason; leave reasoning_effort out, or send 'none'",
-            field="reasoning_effort",
+            f"{chat.effort_field}: model {self._name!r} does not reason; leave it out, or send 'none'",
+            field=chat.effort_field,
         )
 
     def _reading(self, called: Tools, custom: frozenset[str], is_opened: bool) -> AnswerReading | None:

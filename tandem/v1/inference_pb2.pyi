@@ -364,7 +364,9 @@ class ToolChoice(_message.Message):
     mode: Global___ToolChoice.Mode.ValueType
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """the tools that may be called; none: all"""
+        """The tools that may be called; none: all. With MODE_REQUIRED and one name, the answer is exactly one call, unless
+        parallel_tool_calls is true.
+        """
 
     def __init__(
         self,

@@ -320,7 +320,8 @@ class ResponsesRequest(StrictModel):
             constraint=None if self.text is None or self.text.format is None else self.text.format.constraint(),
         )
         session = self.prompt_cache_key or self.user or ""
-        chat = Chat(tuple(messages), self._tools(), self.chat_template_kwargs or {}, self.effort)
+        settings = self.chat_template_kwargs or {}
+        chat = Chat(tuple(messages), self._tools(), settings, self.effort, effort_field="reasoning.effort")
         return RawRequest(self.model, chat, sampling, session, self.cache_salt or "")
 
     def _tools(self) -> ToolUse | None:

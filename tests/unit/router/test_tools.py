@@ -401,7 +401,7 @@ class TestResponses:
             ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": FLAT, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-            ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
             ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
             ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
@@ -460,6 +460,9 @@ class TestGrpc:
             ({"template_settings": "["}, "template_settings"),
             ({"tool_choice": pb.ToolChoice(mode=cast(Any, 7))}, "tool_choice.mode"),
             ({"template_settings": "[]"}, "template_settings"),
+            ({"template_settings": '{"tone": "kind"}'}, "template_settings.tone"),
+            ({"template_settings": '{"messages": []}'}, "template_settings.messages"),
+            ({"reasoning_effort": "low"}, "reasoning_effort"),
         ],
     )
     async def test_what_is_wrong_is_refused_by_its_field(
@@ -470,6 +473,23 @@ class TestGrpc:
         error = error_from_rpc(refused.value)
         assert isinstance(error, InputError)
         assert error.field == field
+        assert error.message.startswith(f"{field}: ")
+
+    async def test_a_named_tool_is_called_once(self, cluster: Cluster) -> None:
+        async def grammar(names: list[str], **fields: bool) -> str:
+            says(cluster, "x")
+            await self.ask(cluster, tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED, names=names), **fields)
+            return str(work(cluster).sampling.grammar)
+
+        named = {"type": "function", "function": {"name": "get_time"}}
+        says(cluster, "x")
+        await chat(cluster, tool_choice=named)
+        once = str(work(cluster).sampling.grammar)
+        assert await grammar(["get_time"]) == await grammar(["get_time"], parallel_tool_calls=False) == once
+        several = await grammar(["get_time"], parallel_tool_calls=True)
+        assert several != once
+        both = await grammar(["get_time", "get_weather"])
+        assert both == await grammar(["get_time", "get_weather"], parallel_tool_calls=True)
 
 
 class TestSpecialTokens:
