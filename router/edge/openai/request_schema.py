@@ -263,7 +263,7 @@ _NEUTRAL_CHAT: Neutral = {
     "audio": never,
     "moderation": never,
     "prediction": never,
-    "prompt_cache_options": never,
+    "prompt_cache_options": equals({}, {"mode": "implicit"}),
     "add_generation_prompt": equals(True),
     "continue_final_message": equals(False),
     "web_search_options": never,

@@ -246,7 +246,7 @@ class ResponsesRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Extensions, as in the other APIs.
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1: no limit.")
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     cache_salt: CacheSalt = None
@@ -257,8 +257,12 @@ class ResponsesRequest(StrictModel):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     store: bool | None = None  # ignored: nothing is stored
+    prompt_cache_retention: str | None = Field(None, description="No effect: the prefix cache is automatic.")
+    image: dict[str, Any] | None = Field(None, description="No effect: images are refused.")
     # Refused unless the value changes nothing.
+    access_programs: object = None
     background: bool | None = None
+    background_options: object = None
     context_management: object = None
     conversation: object = None
     max_tool_calls: object = None
@@ -267,7 +271,6 @@ class ResponsesRequest(StrictModel):
     previous_response_id: str | None = None
     prompt: object = None
     prompt_cache_options: object = None
-    prompt_cache_retention: object = None
     reasoning: ReasoningFields | None = None
     text: TextSettings | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
@@ -312,7 +315,7 @@ class ResponsesRequest(StrictModel):
         sampling = RawSampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=0 if self.top_k == -1 else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=self.max_output_tokens,
@@ -349,14 +352,15 @@ def _named(choice: FunctionChoice) -> NamedTool | NamedCustomTool:
 
 
 _NEUTRAL = {
+    "access_programs": never,
     "background": equals(False),
+    "background_options": equals({}, {"completion_window": "soonest"}),
     "context_management": is_empty,
     "conversation": never,
     "max_tool_calls": never,
     "moderation": never,
     "previous_response_id": never,
     "prompt": never,
-    "prompt_cache_options": never,
-    "prompt_cache_retention": never,
+    "prompt_cache_options": equals({}, {"mode": "implicit"}),
     "truncation": equals("disabled"),
 }
