@@ -14,7 +14,7 @@ import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.errors import InputError, UnsupportedField
-from tandem.grammar.json_strings import in_json_string
+from tandem.grammar.json_strings import in_json_string, with_ascii_classes
 from tandem.grammar.schema_keywords import Keyword, cause, grammar_of, unkept
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of what a client sends
@@ -69,8 +69,10 @@ def json_schema_text(text: str, field: str) -> Constraint:
     """As `json_schema`, of JSON text."""
     try:
         schema = json.loads(text)
+        json.dumps(schema, ensure_ascii=False).encode()  # an escape may be half a character
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{field}: expected a JSON Schema as text: {error}", field=field) from None
+        reason = "it holds half a character" if isinstance(error, UnicodeEncodeError) else error
+        raise InputError(f"{field}: expected a JSON Schema as text: {reason}", field=field) from None
     return json_schema(schema, field)
 
 
@@ -81,7 +83,10 @@ def json_object(field: str) -> Constraint:
 
 def regex(pattern: str, field: str) -> Constraint:
     """`\\d` and `\\w` are ASCII, as in JSON Schema."""
-    return lark(f"start: /{llguidance.regex_to_lark(pattern, 'dw')}/", field)
+    written = llguidance.regex_to_lark(pattern, "dw")
+    if pattern and not written:
+        raise InputError(f"{field}: expected a regular expression, got {pattern[:20]!r}", field=field)
+    return lark(f"start: /{written}/" if written else 'start: ""', field)
 
 
 def choice(choices: Sequence[str], field: str) -> Constraint:
@@ -94,6 +99,7 @@ def choice(choices: Sequence[str], field: str) -> Constraint:
 
 def grammar(text: str, field: str) -> Constraint:
     """A Lark grammar, or one of GBNF, which llama.cpp, vLLM and SGLang take. Raises InputError."""
+    _check_size(len(text.encode()), field)  # before it is converted
     try:
         return lark(any_to_lark(text), field)
     except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
@@ -121,11 +127,11 @@ class TextGrammar:
     @classmethod
     def parse(cls, syntax: str, definition: str, field: str) -> TextGrammar:
         """`syntax`: lark or regex. Raises InputError."""
-        pattern = llguidance.regex_to_lark(definition, "dw") if syntax == "regex" else None
-        text = definition if pattern is None else f"start: /{pattern}/"
-        plain = lark(text, field)
+        _check_size(len(definition.encode()), field)
         try:
-            return cls(plain, lark(in_json_string(text), field), pattern)
+            pattern = with_ascii_classes(definition) if syntax == "regex" else None
+            text = definition if pattern is None else f"start: /{pattern}/"
+            return cls(lark(text, field), lark(in_json_string(text), field), pattern)
         except ValueError as error:
             raise InputError(f"{field}: {error}", field=field) from None
 
@@ -157,12 +163,15 @@ def _unsupported(field: str, keyword: Keyword, reason: str) -> UnsupportedField:
 
 
 def _limited(constraint: Constraint) -> Constraint:
-    if (size := len(constraint.grammar.encode())) > MAX_GRAMMAR_BYTES:
-        field = constraint.field
+    _check_size(len(constraint.grammar.encode()), constraint.field)
+    return constraint
+
+
+def _check_size(size: int, field: str) -> None:
+    if size > MAX_GRAMMAR_BYTES:
         raise InputError(
             f"{field}: expected at most {MAX_GRAMMAR_BYTES} bytes, got {size}; make it smaller", field=field
         )
-    return constraint
 
 
 def _check_depth(schema: object, field: str) -> None:

@@ -36,9 +36,6 @@ _CAUSES = (
     ("egex", ("pattern", "patternProperties"), ""),
 )
 _NAMES_ONE = re.compile(r"for '(\w+)'")
-# A class of characters in a pattern, and what Rust reads in one as an operation on sets and others as characters.
-_CLASS = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)\]", re.DOTALL)
-_SET_SYNTAX = re.compile(r"\[|&&|--|~~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +187,28 @@ def _resolved(root: object, reference: str) -> object:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, float):
+        return isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _has_set_syntax(pattern: str) -> bool:
-    return any(_SET_SYNTAX.search(re.sub(r"\\.", "", found[1] or "")) for found in _CLASS.finditer(pattern))
+    """Whether a class of characters has what Rust reads as an operation on sets, and others as characters."""
+    is_inside, position = False, 0
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "\\":
+            position += 1
+        elif not is_inside and char == "[":
+            is_inside = True
+            position += pattern.startswith("^", position + 1)
+            position += pattern.startswith("]", position + 1)
+        elif is_inside and char == "]":
+            is_inside = False
+        elif is_inside and (char == "[" or pattern[position : position + 2] in ("&&", "--", "~~")):
+            return True
+        position += 1
+    return False
 
 
 def _unimplemented(reason: str) -> frozenset[str]:

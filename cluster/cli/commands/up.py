@@ -95,9 +95,10 @@ class UpFlags:
 
 def _hash_of(api_key: str) -> str:
     """Raises ConfigError."""
-    if len(api_key) < MIN_API_KEY_CHARS:
+    if len(api_key) < MIN_API_KEY_CHARS or not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         raise ConfigError(
-            f"--api-key: expected at least {MIN_API_KEY_CHARS} characters; `openssl rand -hex 32` makes a good key",
+            f"--api-key: expected at least {MIN_API_KEY_CHARS} printable ASCII characters without spaces, as a header "
+            "takes them; `openssl rand -hex 32` makes a good key",
             field="--api-key",
         )
     return key_hash(api_key)

@@ -8,7 +8,6 @@ from typing import Any
 
 from router.model_formats.grammar import Schema
 
-_MAX_REFERENCES = 8
 _STRING = frozenset(["string"])
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write too
 
@@ -18,7 +17,7 @@ def types_of(tool: Schema, key: str) -> frozenset[str]:
     properties = tool.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return _STRING
-    return _types(properties[key], tool, _MAX_REFERENCES) or frozenset(
+    return _types(properties[key], tool) or frozenset(
         ["string", "integer", "number", "boolean", "null", "array", "object"]
     )
 
@@ -36,24 +35,29 @@ def json_of(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: object, root: Schema, left: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not left:
-        return frozenset()
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_target(reference, root), root, left - 1)
-    if isinstance(named := schema.get("type"), str):
-        return frozenset([named])
-    if isinstance(named, list):
-        return frozenset(each for each in named if isinstance(each, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(map(_type, values))
-    found: frozenset[str] = frozenset()
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(keyword)
-        if isinstance(branches, list):
-            found = found.union(*(_types(each, root, left - 1) for each in branches))
-    return found
+def _types(schema: object, root: Schema) -> frozenset[str]:
+    """Looks at each schema once."""
+    found: set[str] = set()
+    pending, seen = [schema], set[str]()
+    while pending:
+        each = pending.pop()
+        if not isinstance(each, Mapping):
+            continue
+        values = [each["const"]] if "const" in each else each.get("enum")
+        named = each.get("type")
+        if isinstance(reference := each.get("$ref"), str):
+            if reference not in seen:
+                seen.add(reference)
+                pending.append(_target(reference, root))
+        elif isinstance(named, str | list):
+            found.update([named] if isinstance(named, str) else (one for one in named if isinstance(one, str)))
+        elif isinstance(values, list):
+            found.update(map(_type, values))
+        else:
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                branches = each.get(keyword)
+                pending += branches if isinstance(branches, list) else []
+    return frozenset(found)
 
 
 def _target(reference: str, root: Schema) -> object:

@@ -226,8 +226,9 @@ def test_up_keeps_only_the_hash_of_its_api_key() -> None:
     }
     spec = UpFlags(**given | {"api_key": "a-key-of-mine", "host": "0.0.0.0"}).source().spec
     assert spec.security.auth.api_key_sha256 == key_hash("a-key-of-mine")
-    with pytest.raises(ConfigError, match="--api-key: expected at least 8 characters"):
-        UpFlags(**given | {"api_key": "short"}).source()
+    for refused in ("short", "schlüssel-geheim", "with a space", "control\x07char"):
+        with pytest.raises(ConfigError, match="--api-key: expected at least 8 printable ASCII characters"):
+            UpFlags(**given | {"api_key": refused}).source()
 
 
 def test_an_admin_certificate_says_which_cluster_it_is_of(tmp_path: Path) -> None:

@@ -11,6 +11,23 @@ from tandem.errors import InputError
 from tandem.grammar.constraint import TextGrammar
 from tandem.testing.schema_suite import Grammars
 
+PATCH = """
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+%import common.LF
+"""
 # Of each grammar: some of its texts, and some that it has not.
 CASES: list[tuple[str, str, list[str], list[str]]] = [
     ("regex", "[0-9]{2,3}", ["12", "123"], ["1", "1a"]),
@@ -22,7 +39,8 @@ CASES: list[tuple[str, str, list[str], list[str]]] = [
     ("regex", r'["\\]', ['"', "\\"], ["a"]),
     ("regex", r"[a\-\]\n\/]+", ["a-]\n/"], ["b"]),
     ("regex", r"\u{22}\x41\U0001F600", ['"A😀'], ['"A']),
-    ("regex", r"a/b\/c", ["a/b/c"], ["abc"]),
+    ("regex", r"a/b\/c[/]", ["a/b/c/"], ["abc"]),
+    ("regex", r"[\w.\d\"-]+@\W\D", ['a_1.-"@- ', "9@\n\\"], ["é@- ", "a@a "]),
     ("regex", r"\p{Lu}\pN", ["É1"], ["é1", '"1']),
     ("regex", r"\t*?x", ["\t\tx", "x"], ["tx"]),
     ("lark", 'start: "a\\n" X\nX: /b+/ "\\""', ['a\nb"'], ["a\nb", "anb"]),
@@ -34,6 +52,24 @@ CASES: list[tuple[str, str, list[str], list[str]]] = [
     ("lark", 'start: "(" start ")" | "\\\\" // nested\n# and a note', ["((\\))"], ["(\\"]),
     ("lark", "start: LINE ~ 2..3\nLINE: /[a-z ]*/ /\\n/", ["a\nb c\n"], ["a\n", "a\nb"]),
     ("lark", 'start: A\nA: /[a-z"]+/ & /.{2}/', ['a"', '""'], ["a", "a\n"]),
+    # Terminals that end where the escape of the next one begins.
+    ("lark", 'start: /.+/ "\\n"', ["a\n", '"\\\n'], ["a", "\n"]),
+    ("lark", 'start: line+\nline: /[^\\n]*/ "\\n"', ["\n", "a\n\nb\n"], ["a"]),
+    ("lark", 'start: NAME "=" "\\"" /[^"]*/ "\\"" ";"?\nNAME: /[a-z]+/', ['ab="c\n";', 'a=""'], ['a="', "a"]),
+    ("lark", 'start: (/a|(b|)+?x{1,2}/i | "Q\\t"i)+ "\\\\" "x".."z"', ["bXxq\t\\y", "A\\z"], ["\\x", "a\\a"]),
+    ("lark", "%import common.SH_COMMENT\nstart: SH_COMMENT", ['# say "hi"\\'], ['say "hi"', "#\n"]),
+    (
+        "lark",
+        "%import common.NEWLINE -> NL\n%import common.CPP_COMMENT\nstart: (CPP_COMMENT NL)+",
+        ["//a\n// b\r\n"],
+        ["//a"],
+    ),
+    (
+        "lark",
+        PATCH,
+        ['*** Begin Patch\n*** Add File: a b.txt\n+x "y"\n+\n*** End Patch\n'],
+        ["*** Begin Patch\n*** End Patch"],
+    ),
     ("lark", "?start: [pair] tail{1,2}\npair: /a/ -> first\ntail: /\\r/", ["a\r", "\r\r"], ["a"]),
 ]
 
@@ -96,6 +132,8 @@ def test_a_text_has_no_second_way(grammars: Grammars) -> None:
         ("lark", 'start[stop="x"]: /a/', "cannot"),
         ("lark", "start: A\nA: ~B\nB: /a/", "cannot"),
         ("lark", "%import common (WS, INT)\nstart: WS", "cannot"),
+        ("lark", "%import common.PYTHON_COMMENT\nstart: PYTHON_COMMENT", "common.PYTHON_COMMENT cannot"),
+        ("lark", '%import common.WS\n%ignore WS\nstart: "\\"" /[a-z]/', "beside %ignore"),
     ],
 )
 def test_what_cannot_be_rewritten_is_refused_by_name(syntax: str, definition: str, reason: str) -> None:
