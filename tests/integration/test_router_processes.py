@@ -18,7 +18,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.backends.subprocess_backend import SubprocessBackend
-from cluster.cli.commands.status import to_json
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.status import fetch_views, placements_of, to_json
 from cluster.control.controller import Controller
 from cluster.control.router_slot import RouterSlot, RouterState
 from cluster.keeper.keeper import Keeper
@@ -157,6 +158,8 @@ async def test_two_routers_answer_alike_share_their_index_and_are_both_shown(con
     assert len({router[kind] for router in shown["routers"] for kind in ("http", "grpc")}) == 4
     assert {"router-0", "router-1", "redis"} <= {process["name"] for process in shown["processes"]}
     assert len(listed.traces) == 2 * len(ASKS), "those of both"
+    assert shown["local_prefill_max_tokens"] == 32
+    assert sum(placements_of(await fetch_views(Admin(controller.admin_address))).values()) == 2 * len(ASKS)
     one = await controller.routers.traces.get(trace_pb2.GetTraceRequest(request_id=listed.traces[0].request_id))
     assert one == listed.traces[0]
     with pytest.raises(NotFound):
