@@ -233,13 +233,18 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     await serves_again(first, restarts + 1)
 
 
+def restarts_of_all(controller: Controller) -> list[int]:
+    workers = controller.workers.slots.values()
+    return [*(each.restarts for each in controller.routers.slots), *(each.restarts for each in workers)]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.acceptance(27, here="routers and workers, once, under running requests", soak="10,000 requests")
 async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(controller: Controller) -> None:
     slots = controller.routers.slots
     expected = await answers(slots, 1, 24)
-    before = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    before = restarts_of_all(controller)
     answered = rolls = 0
 
     async def ask_again(number: int) -> None:
@@ -258,7 +263,7 @@ async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(control
         assert controller.restart.status().failure == ""
         rolls += 1
     await asking
-    after = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    after = restarts_of_all(controller)
     assert after == [count + rolls for count in before]
     await conserved(controller)
     print(f"{rolls} rolling restarts under {answered} requests")
