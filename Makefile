@@ -46,7 +46,7 @@ check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whol
 	$(PYTEST) -m system $(ARGS)
 
 clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
-	@PYTHON=$(BIN)/python scripts/clients.sh $(ARGS)
+	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/clients.sh $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
 	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" --timeout=14400 $(ARGS)

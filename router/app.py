@@ -213,6 +213,7 @@ class RouterApp:
                 launch.controller_secret,
             ),
             self._keyed,
+            observers.statistics.of,
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,

@@ -11,6 +11,7 @@ from router.observe.metrics.requests import RouterMetrics
 from router.observe.pace_observer import PaceObserver
 from router.observe.request_log import RequestLog
 from router.observe.request_tap import RequestTap
+from router.observe.statistics_meter import StatisticsMeter
 from router.observe.trace import Traces
 from router.probes.health_from_requests import HealthFromRequests
 from router.requests.core import RequestCore
@@ -35,11 +36,13 @@ class Observers:
         self.traces = Traces(fleet)
         self.tap = RequestTap(self.traces)
         self.demand = DemandMeter(classes)
+        self.statistics = StatisticsMeter()
         self.traces.subscribe(facts)
         RequestLog(self.traces).subscribe(facts)
         PaceObserver(fleet).subscribe(facts)
         HealthFromRequests(fleet, core.placer).subscribe(facts)
         self.demand.subscribe(facts)
+        self.statistics.subscribe(facts)
         metrics.subscribe(facts, self.traces)
         feed.subscribe(facts)
         self.tap.subscribe(facts)

@@ -10,7 +10,7 @@ if ! [ "$clients/.stamp" -nt scripts/clients-requirements.txt ] || ! [ "$clients
   rm -rf "$clients"
   "$python" -m venv "$clients"
   pip=("$clients/bin/python" -m pip install --quiet --disable-pip-version-check)
-  "${pip[@]}" --requirement scripts/clients-requirements.txt
+  "${pip[@]}" "${TORCH:-torch==2.13.0}" --requirement scripts/clients-requirements.txt  # GuideLLM needs torch
   for version in 1.109.1 2.54.0 3.57.0; do
     "${pip[@]}" --no-deps --target "$clients/openai-${version%%.*}" "openai==$version"
   done

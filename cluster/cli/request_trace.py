@@ -13,7 +13,7 @@ from cluster.cli.admin_client import Admin, tls_hint
 from cluster.cli.console import UNLIMITED
 from tandem.errors import TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
-from tandem.text.words import plural, size
+from tandem.text.words import plural, size, worker_path
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
 
 TIMEOUT_S = 10.0
@@ -67,11 +67,7 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
         console.print("no worker received it")
     for number, attempt in enumerate(trace.attempts, 1):
         console.print()
-        path = (
-            f"{attempt.prefill_worker} → {attempt.decode_worker}"
-            if attempt.prefill_worker
-            else (f"{attempt.decode_worker}, without a handoff")
-        )
+        path = worker_path(attempt.prefill_worker, attempt.decode_worker, ", without a handoff")
         console.print(f"attempt {number}: {path}" if len(trace.attempts) > 1 else path, markup=False)
         console.print(gantt(attempt, max(MIN_BAR, width - _BESIDE_BAR)))
         for line in _totals(attempt):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tandem.config.spec import Role
 from tandem.errors import ConfigError
+from tandem.text.words import named_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,12 @@ def _of(members: Sequence[PoolMember], role: Role) -> list[PoolMember]:
     return [member for member in members if member.role is role]
 
 
-def _change_order(member: PoolMember) -> tuple[int, int, str]:
-    """Sort key: the least busy first; among equals the highest number, so that low numbers stay."""
+def _change_order(member: PoolMember) -> tuple[int, bool, int, str]:
+    """Sort key: the least busy first; among equals one whose id names the other role, then the highest number, so that
+    ids come to name the role again and low numbers stay."""
     number = member.worker_id.rpartition("-")[2]
-    return member.busy, -int(number) if number.isdigit() else 0, member.worker_id
+    keeps_role = named_role(member.worker_id) in (member.role.value, None)
+    return member.busy, keeps_role, -int(number) if number.isdigit() else 0, member.worker_id
 
 
 def _unused_id(name_prefix: str, role: Role, taken: set[str]) -> str:

@@ -38,11 +38,13 @@ KEY_HEADER_ROUTES = frozenset(["/v1/messages", "/v1/messages/count_tokens"])
 
 _INFERENCE = ("Generate", "Tokenize", "ListModels", "GetServerInfo")
 _OIP = (
-    "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer",
+    "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelInfer",
+    "ModelStreamInfer",
 )  # fmt: skip
 GRPC_ACCESS: Mapping[str, AccessLevel] = {
     **{f"/tandem.v1.Inference/{name}": AccessLevel.CALLER for name in _INFERENCE},
     **{f"/inference.GRPCInferenceService/{name}": AccessLevel.CALLER for name in _OIP},
+    "/inference.GRPCInferenceService/ModelStatistics": AccessLevel.ADMIN,  # of all tenants
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AccessLevel.CALLER,
     "/grpc.health.v1.Health/Check": AccessLevel.PUBLIC,
     "/grpc.health.v1.Health/List": AccessLevel.PUBLIC,

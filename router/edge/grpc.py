@@ -25,7 +25,7 @@ from router.edge.limits.grpc import MAX_IDLE_S, GuardedServer
 from router.edge.limits.grpc_arrivals import Arrivals, MessageBudget
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import SERVICE as OIP_SERVICE
-from router.edge.oip import OipEdge
+from router.edge.oip import OipEdge, StatisticsOf
 from router.edge.tls import EdgeTls
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
@@ -315,6 +315,7 @@ class GrpcServer:
         service: RouterService,
         traces: TracesEdge,
         keyed: KeyedAnswers,
+        statistics: StatisticsOf,
         *,
         host: str,
         port: int,
@@ -353,7 +354,7 @@ class GrpcServer:
         )
         keyed_calls = KeyedCalls(keyed, service)
         add_InferenceServicer_to_server(InferenceEdge(service, limit, keyed_calls, pauses or WritePauses()), guarded)
-        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit, keyed_calls), guarded)
+        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit, keyed_calls, statistics), guarded)
         # With limits of their own, so that requests cannot displace probes and the controller.
         separate = guard(MAX_OPEN_CALLS, admit=traces.check)
         add_TracesServicer_to_server(traces, separate)

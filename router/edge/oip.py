@@ -10,7 +10,7 @@ from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.keyed_grpc import KeyedCalls, has_key
 from router.edge.limits.grpc_calls import CallLimit
-from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
+from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, model_config, parse_infer, response
 from router.edge.openai.answer_format import text_of, tokens_of
 from router.idempotency.keyed_answers import HEADER
 from router.request_ids import new_request_id
@@ -25,14 +25,17 @@ from tandem.version import tandem_version
 SERVICE = "inference.GRPCInferenceService"
 PLATFORM = "tandem"
 
+StatisticsOf = Callable[[str], oip.ModelStatistics]  # of a model, without its name and version
+
 
 class OipEdge(GRPCInferenceServiceServicer):
     """GuardedServer answers the client with the errors that the methods raise."""
 
-    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls) -> None:
+    def __init__(self, service: RouterService, limit: CallLimit, keyed: KeyedCalls, statistics: StatisticsOf) -> None:
         self._service = service
         self._limit = limit
         self._keyed = keyed
+        self._statistics = statistics
 
     async def ServerLive(self, request: oip.ServerLiveRequest, context: Any) -> oip.ServerLiveResponse:
         return oip.ServerLiveResponse(live=True)
@@ -45,7 +48,11 @@ class OipEdge(GRPCInferenceServiceServicer):
         return oip.ModelReadyResponse(ready=known and self._service.model_ready(request.name))
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Any) -> oip.ServerMetadataResponse:
-        return oip.ServerMetadataResponse(name="tandem", version=tandem_version(), extensions=["model_stream_infer"])
+        return oip.ServerMetadataResponse(
+            name="tandem",
+            version=tandem_version(),
+            extensions=["model_stream_infer", "model_configuration", "statistics"],
+        )
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Any) -> oip.ModelMetadataResponse:
         model = self._service.model(request.name, call_of(context))
@@ -57,6 +64,22 @@ class OipEdge(GRPCInferenceServiceServicer):
             inputs=[_metadata(*each) for each in INPUTS],
             outputs=[_metadata(*each) for each in OUTPUTS],
         )
+
+    async def ModelConfig(self, request: oip.ModelConfigRequest, context: Any) -> oip.ModelConfigResponse:
+        model = self._service.model(request.name, call_of(context))
+        _check_version(request.version)
+        return oip.ModelConfigResponse(config=model_config(model.name, PLATFORM))
+
+    async def ModelStatistics(self, request: oip.ModelStatisticsRequest, context: Any) -> oip.ModelStatisticsResponse:
+        call = call_of(context)
+        _check_version(request.version)
+        names = [self._service.model(request.name, call).name] if request.name else self._service.models_for(call)
+        reply = oip.ModelStatisticsResponse()
+        for name in names:
+            stats = reply.model_stats.add()
+            stats.CopyFrom(self._statistics(name))
+            stats.name, stats.version = name, VERSION
+        return reply
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         infer = partial(self._infer, request, header_of(context), context.time_remaining(), call_of(context))

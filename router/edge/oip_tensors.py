@@ -1,8 +1,8 @@
 """Converts tensors of the Open Inference Protocol to requests, and answers to tensors. Pure.
 
-Inputs: `text_input` (BYTES [1]) or `input_ids` (INT32, INT64 or UINT32 [n]). Sampling uses the names of the completions
-API, as request parameters or in the optional `sampling_parameters` (BYTES [1], a JSON object). Outputs: `text_output`,
-`finish_reason` (BYTES [1]) and `output_ids` (INT32 [n]).
+Inputs: `text_input` (BYTES [1] or [1, 1]) or `input_ids` (INT32, INT64 or UINT32 [n]). Sampling uses the names of the
+completions API, as request parameters or in the optional `sampling_parameters` (BYTES [1] or [1, 1], a JSON object).
+Outputs: `text_output`, `finish_reason` (BYTES [1]) and `output_ids` (INT32 [n]).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("fin
 _HTTP_FIELDS = frozenset({"model", "prompt", "stream", "stream_options", "n", "best_of", "echo", "suffix", "logprobs"})
 _MAX_PARAMETERS = 64
 _IGNORED_PREFIX = "triton_"  # parameters by which clients request what our streams always do
+_DATA_TYPES = {"BYTES": oip.TYPE_STRING, "INT32": oip.TYPE_INT32, "INT64": oip.TYPE_INT64}
 _INTEGERS = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4"}
 
 _Tensor = oip.ModelInferRequest.InferInputTensor
@@ -42,6 +43,24 @@ class InferRequest:
     id: str
     wanted: tuple[str, ...]
     is_raw: bool
+
+
+def model_config(name: str, platform: str) -> oip.ModelConfig:
+    """The same for every model. Inputs are optional, as a prompt is text or token ids."""
+    return oip.ModelConfig(
+        name=name,
+        platform=platform,
+        backend=platform,
+        max_batch_size=0,
+        input=[
+            oip.ModelInput(name=each, data_type=_DATA_TYPES[datatype], dims=shape, optional=True)
+            for each, datatype, shape in INPUTS
+        ],
+        output=[
+            oip.ModelOutput(name=each, data_type=_DATA_TYPES[datatype], dims=shape) for each, datatype, shape in OUTPUTS
+        ],
+        model_transaction_policy=oip.ModelTransactionPolicy(decoupled=True),
+    )
 
 
 def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], None]) -> InferRequest:
@@ -109,9 +128,11 @@ def _json_object(text: str) -> dict[str, object]:
 
 def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
     """The only element of a BYTES tensor."""
-    if tensor.datatype != "BYTES" or len(tensor.shape) > 1 or any(size != 1 for size in tensor.shape):
+    if tensor.datatype != "BYTES" or len(tensor.shape) > 2 or any(size != 1 for size in tensor.shape):
         shape = list(tensor.shape[:8])
-        raise InputError(f"{name}: expected BYTES of shape [1], got {tensor.datatype[:20]} of {shape}", field=name)
+        raise InputError(
+            f"{name}: expected BYTES of shape [1] or [1, 1], got {tensor.datatype[:20]} of {shape}", field=name
+        )
     if raw is None:
         elements = tensor.contents.bytes_contents
         element = elements[0] if len(elements) == 1 else None

@@ -1,6 +1,25 @@
-"""Formats counts and sizes for people."""
+"""Formats counts, sizes and workers' names for people."""
 
 from __future__ import annotations
+
+_ROLES = ("prefill", "decode")
+
+
+def named_role(worker_id: str) -> str | None:
+    """The role in the id: the one that the worker had when it first started. None: the id names none."""
+    word = worker_id.rpartition("-")[0].rpartition("-")[2]
+    return word if word in _ROLES else None
+
+
+def worker_name(worker_id: str, role: str) -> str:
+    """The id, and the role if the id names the other one: `prefill-1 (decode)`. The id alone is what commands take."""
+    return worker_id if named_role(worker_id) in (role, None) else f"{worker_id} ({role})"
+
+
+def worker_path(prefill_worker: str, decode_worker: str, local: str = "") -> str:
+    """`prefill-0 → decode-0`. Without a prefill worker: the decode worker and `local`."""
+    decode = worker_name(decode_worker, "decode")
+    return f"{worker_name(prefill_worker, 'prefill')} → {decode}" if prefill_worker else f"{decode}{local}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -26,7 +26,7 @@ from tandem.v1 import trace_pb2 as tandem_dot_v1_dot_trace__pb2
 from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/trace.proto\x1a\x16tandem/v1/worker.proto\"\xc6\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08protocol\x18\t \x01(\r\x12\x17\n\x0foldest_protocol\x18\n \x01(\r\"\x90\x01\n\rAgentEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x13\n\x0bmapped_path\x18\x03 \x01(\t\x12\x13\n\x0btcp_address\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nmachine_id\x18\x06 \x01(\t\x12\x12\n\ntransports\x18\x07 \x03(\t\"\xdf\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12(\n\x06\x61gents\x18\x07 \x03(\x0b\x32\x18.tandem.v1.AgentEndpoint\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x18\n\x10max_model_tokens\x18\t \x01(\r\x12%\n\tprocesses\x18\n \x03(\x0b\x32\x12.tandem.v1.Process\x12\x1f\n\x05\x64rain\x18\x0b \x01(\x0e\x32\x10.tandem.v1.Drain\x12\x10\n\x08protocol\x18\x0c \x01(\r\x12\x17\n\x0foldest_protocol\x18\r \x01(\r\"$\n\x07Process\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"c\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x03 \x01(\r\"=\n\x10RegisterResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x02 \x01(\r\"j\n\x15WatchDirectoryRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\x12\x15\n\rtakes_changes\x18\x02 \x01(\x08\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x04 \x01(\r\"\xe7\x02\n\tDirectory\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12&\n\x06places\x18\x03 \x03(\x0b\x32\x16.tandem.v1.WorkerPlace\x12K\n\x14\x61utoscaler_decisions\x18\x04 \x03(\x0b\x32-.tandem.v1.Directory.AutoscalerDecisionsEntry\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x17\n\x0fremoved_workers\x18\x06 \x03(\t\x12\x16\n\x0eremoved_places\x18\x07 \x03(\t\x12\x10\n\x08protocol\x18\x08 \x01(\r\x12\x17\n\x0foldest_protocol\x18\t \x01(\r\x1a:\n\x18\x41utoscalerDecisionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"o\n\x0bWorkerPlace\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"\xff\x03\n\rClusterStatus\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\r\n\x05redis\x18\x06 \x01(\t\x12(\n\x07workers\x18\x07 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12%\n\tprocesses\x18\x08 \x03(\x0b\x32\x12.tandem.v1.Process\x12\x14\n\x0crouter_ready\x18\t \x01(\x08\x12(\n\x07routers\x18\n \x03(\x0b\x32\x17.tandem.v1.RouterStatus\x12)\n\nautoscaler\x18\x0b \x01(\x0b\x32\x15.tandem.v1.Autoscaler\x12\x13\n\x0bhttp_scheme\x18\x0c \x01(\t\x12\x0f\n\x07log_dir\x18\r \x01(\t\x12\x41\n\rtask_failures\x18\x0e \x03(\x0b\x32*.tandem.v1.ClusterStatus.TaskFailuresEntry\x12&\n\x06models\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ModelStatus\x1a\x33\n\x11TaskFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"J\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btool_parser\x18\x02 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x03 \x01(\t\"v\n\nAutoscaler\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12-\n\tdecisions\x18\x02 \x03(\x0b\x32\x1a.tandem.v1.ScalingDecision\x12+\n\x08outlooks\x18\x03 \x03(\x0b\x32\x19.tandem.v1.ScalingOutlook\"\x85\x01\n\x0fScalingDecision\x12\x11\n\tat_unix_s\x18\x01 \x01(\x01\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x0f\n\x07prefill\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07outcome\x18\x07 \x01(\t\".\n\x0eScalingOutlook\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05words\x18\x02 \x01(\t\"n\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08restarts\x18\x03 \x01(\r\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\"\x8a\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12$\n\x04live\x18\x05 \x01(\x0b\x32\x16.tandem.v1.WorkerState\"\x16\n\x14ListSnapshotsRequest\"E\n\x15ListSnapshotsResponse\x12,\n\tsnapshots\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RouterSnapshot\"_\n\x0cScaleRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\" \n\rScaleResponse\x12\x0f\n\x07\x61\x63tions\x18\x01 \x03(\t\"O\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07restart\x18\x02 \x01(\x08\x12\x15\n\rwait_for_ends\x18\x03 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"N\n\x15RestartWorkersRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rwait_for_ends\x18\x02 \x01(\x08\x12\x0f\n\x07routers\x18\x03 \x01(\x08\"\x13\n\x11GetRestartRequest\"\x8f\x01\n\x0eRollingRestart\x12\x12\n\nrestart_id\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\x12\x11\n\trestarted\x18\x03 \x03(\t\x12\x0c\n\x04left\x18\x04 \x03(\t\x12\x0f\n\x07is_over\x18\x05 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12\x12\n\nrouter_ids\x18\x07 \x03(\t\"-\n\x0c\x41pplyRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\" \n\rApplyResponse\x12\x0f\n\x07\x63hanges\x18\x01 \x03(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*9\n\x05\x44rain\x12\x0e\n\nDRAIN_NONE\x10\x00\x12\x10\n\x0c\x44RAIN_FINISH\x10\x01\x12\x0e\n\nDRAIN_MOVE\x10\x02\x32\xaf\x07\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12J\n\x0eWatchDirectory\x12 .tandem.v1.WatchDirectoryRequest\x1a\x14.tandem.v1.Directory0\x01\x12\x42\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x18.tandem.v1.ClusterStatus\x12?\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x17.tandem.v1.RequestTrace\x12I\n\nListTraces\x12\x1c.tandem.v1.ListTracesRequest\x1a\x1d.tandem.v1.ListTracesResponse\x12N\n\x0eRecordRequests\x12 .tandem.v1.RecordRequestsRequest\x1a\x18.tandem.v1.LoggedRequest0\x01\x12R\n\rListSnapshots\x12\x1f.tandem.v1.ListSnapshotsRequest\x1a .tandem.v1.ListSnapshotsResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12M\n\x0eRestartWorkers\x12 .tandem.v1.RestartWorkersRequest\x1a\x19.tandem.v1.RollingRestart\x12\x45\n\nGetRestart\x12\x1c.tandem.v1.GetRestartRequest\x1a\x19.tandem.v1.RollingRestart\x12:\n\x05\x41pply\x12\x17.tandem.v1.ApplyRequest\x1a\x18.tandem.v1.ApplyResponse\x12\x43\n\x08Shutdown\x12\x1a.tandem.v1.ShutdownRequest\x1a\x1b.tandem.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/trace.proto\x1a\x16tandem/v1/worker.proto\"\xc6\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08protocol\x18\t \x01(\r\x12\x17\n\x0foldest_protocol\x18\n \x01(\r\"\x90\x01\n\rAgentEndpoint\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x13\n\x0bmapped_path\x18\x03 \x01(\t\x12\x13\n\x0btcp_address\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x12\n\nmachine_id\x18\x06 \x01(\t\x12\x12\n\ntransports\x18\x07 \x03(\t\"\xdf\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12(\n\x06\x61gents\x18\x07 \x03(\x0b\x32\x18.tandem.v1.AgentEndpoint\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x18\n\x10max_model_tokens\x18\t \x01(\r\x12%\n\tprocesses\x18\n \x03(\x0b\x32\x12.tandem.v1.Process\x12\x1f\n\x05\x64rain\x18\x0b \x01(\x0e\x32\x10.tandem.v1.Drain\x12\x10\n\x08protocol\x18\x0c \x01(\r\x12\x17\n\x0foldest_protocol\x18\r \x01(\r\"$\n\x07Process\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"c\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x03 \x01(\r\"=\n\x10RegisterResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x02 \x01(\r\"j\n\x15WatchDirectoryRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\x12\x15\n\rtakes_changes\x18\x02 \x01(\x08\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x04 \x01(\r\"\xe7\x02\n\tDirectory\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12&\n\x06places\x18\x03 \x03(\x0b\x32\x16.tandem.v1.WorkerPlace\x12K\n\x14\x61utoscaler_decisions\x18\x04 \x03(\x0b\x32-.tandem.v1.Directory.AutoscalerDecisionsEntry\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x04\x12\x17\n\x0fremoved_workers\x18\x06 \x03(\t\x12\x16\n\x0eremoved_places\x18\x07 \x03(\t\x12\x10\n\x08protocol\x18\x08 \x01(\r\x12\x17\n\x0foldest_protocol\x18\t \x01(\r\x1a:\n\x18\x41utoscalerDecisionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"o\n\x0bWorkerPlace\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\r\n\x05ranks\x18\x04 \x01(\r\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\x12\n\x10GetStatusRequest\"\xc3\x04\n\rClusterStatus\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\r\n\x05redis\x18\x06 \x01(\t\x12(\n\x07workers\x18\x07 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12%\n\tprocesses\x18\x08 \x03(\x0b\x32\x12.tandem.v1.Process\x12\x14\n\x0crouter_ready\x18\t \x01(\x08\x12(\n\x07routers\x18\n \x03(\x0b\x32\x17.tandem.v1.RouterStatus\x12)\n\nautoscaler\x18\x0b \x01(\x0b\x32\x15.tandem.v1.Autoscaler\x12\x13\n\x0bhttp_scheme\x18\x0c \x01(\t\x12\x0f\n\x07log_dir\x18\r \x01(\t\x12\x41\n\rtask_failures\x18\x0e \x03(\x0b\x32*.tandem.v1.ClusterStatus.TaskFailuresEntry\x12&\n\x06models\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ModelStatus\x12%\n\x18local_prefill_max_tokens\x18\x10 \x01(\rH\x00\x88\x01\x01\x1a\x33\n\x11TaskFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x1b\n\x19_local_prefill_max_tokens\"J\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btool_parser\x18\x02 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x03 \x01(\t\"v\n\nAutoscaler\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12-\n\tdecisions\x18\x02 \x03(\x0b\x32\x1a.tandem.v1.ScalingDecision\x12+\n\x08outlooks\x18\x03 \x03(\x0b\x32\x19.tandem.v1.ScalingOutlook\"\x85\x01\n\x0fScalingDecision\x12\x11\n\tat_unix_s\x18\x01 \x01(\x01\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x0f\n\x07prefill\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07outcome\x18\x07 \x01(\t\".\n\x0eScalingOutlook\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05words\x18\x02 \x01(\t\"n\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08restarts\x18\x03 \x01(\r\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\"\x8a\x01\n\x0cWorkerStatus\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12$\n\x04live\x18\x05 \x01(\x0b\x32\x16.tandem.v1.WorkerState\"\x16\n\x14ListSnapshotsRequest\"E\n\x15ListSnapshotsResponse\x12,\n\tsnapshots\x18\x01 \x03(\x0b\x32\x19.tandem.v1.RouterSnapshot\"_\n\x0cScaleRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x07prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\" \n\rScaleResponse\x12\x0f\n\x07\x61\x63tions\x18\x01 \x03(\t\"O\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07restart\x18\x02 \x01(\x08\x12\x15\n\rwait_for_ends\x18\x03 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"N\n\x15RestartWorkersRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rwait_for_ends\x18\x02 \x01(\x08\x12\x0f\n\x07routers\x18\x03 \x01(\x08\"\x13\n\x11GetRestartRequest\"\x8f\x01\n\x0eRollingRestart\x12\x12\n\nrestart_id\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\x12\x11\n\trestarted\x18\x03 \x03(\t\x12\x0c\n\x04left\x18\x04 \x03(\t\x12\x0f\n\x07is_over\x18\x05 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12\x12\n\nrouter_ids\x18\x07 \x03(\t\"-\n\x0c\x41pplyRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\" \n\rApplyResponse\x12\x0f\n\x07\x63hanges\x18\x01 \x03(\t\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*9\n\x05\x44rain\x12\x0e\n\nDRAIN_NONE\x10\x00\x12\x10\n\x0c\x44RAIN_FINISH\x10\x01\x12\x0e\n\nDRAIN_MOVE\x10\x02\x32\xaf\x07\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12J\n\x0eWatchDirectory\x12 .tandem.v1.WatchDirectoryRequest\x1a\x14.tandem.v1.Directory0\x01\x12\x42\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x18.tandem.v1.ClusterStatus\x12?\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x17.tandem.v1.RequestTrace\x12I\n\nListTraces\x12\x1c.tandem.v1.ListTracesRequest\x1a\x1d.tandem.v1.ListTracesResponse\x12N\n\x0eRecordRequests\x12 .tandem.v1.RecordRequestsRequest\x1a\x18.tandem.v1.LoggedRequest0\x01\x12R\n\rListSnapshots\x12\x1f.tandem.v1.ListSnapshotsRequest\x1a .tandem.v1.ListSnapshotsResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12M\n\x0eRestartWorkers\x12 .tandem.v1.RestartWorkersRequest\x1a\x19.tandem.v1.RollingRestart\x12\x45\n\nGetRestart\x12\x1c.tandem.v1.GetRestartRequest\x1a\x19.tandem.v1.RollingRestart\x12:\n\x05\x41pply\x12\x17.tandem.v1.ApplyRequest\x1a\x18.tandem.v1.ApplyResponse\x12\x43\n\x08Shutdown\x12\x1a.tandem.v1.ShutdownRequest\x1a\x1b.tandem.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIRECTORY_AUTOSCALERDECISIONSENTRY']._serialized_options = b'8\001'
   _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._loaded_options = None
   _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=3436
-  _globals['_ROLE']._serialized_end=3499
-  _globals['_DRAIN']._serialized_start=3501
-  _globals['_DRAIN']._serialized_end=3558
+  _globals['_ROLE']._serialized_start=3504
+  _globals['_ROLE']._serialized_end=3567
+  _globals['_DRAIN']._serialized_start=3569
+  _globals['_DRAIN']._serialized_end=3626
   _globals['_KVLAYOUT']._serialized_start=86
   _globals['_KVLAYOUT']._serialized_end=284
   _globals['_AGENTENDPOINT']._serialized_start=287
@@ -64,47 +64,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=1572
   _globals['_GETSTATUSREQUEST']._serialized_end=1590
   _globals['_CLUSTERSTATUS']._serialized_start=1593
-  _globals['_CLUSTERSTATUS']._serialized_end=2104
-  _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._serialized_start=2053
-  _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._serialized_end=2104
-  _globals['_MODELSTATUS']._serialized_start=2106
-  _globals['_MODELSTATUS']._serialized_end=2180
-  _globals['_AUTOSCALER']._serialized_start=2182
-  _globals['_AUTOSCALER']._serialized_end=2300
-  _globals['_SCALINGDECISION']._serialized_start=2303
-  _globals['_SCALINGDECISION']._serialized_end=2436
-  _globals['_SCALINGOUTLOOK']._serialized_start=2438
-  _globals['_SCALINGOUTLOOK']._serialized_end=2484
-  _globals['_ROUTERSTATUS']._serialized_start=2486
-  _globals['_ROUTERSTATUS']._serialized_end=2596
-  _globals['_WORKERSTATUS']._serialized_start=2599
-  _globals['_WORKERSTATUS']._serialized_end=2737
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=2739
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=2761
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=2763
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=2832
-  _globals['_SCALEREQUEST']._serialized_start=2834
-  _globals['_SCALEREQUEST']._serialized_end=2929
-  _globals['_SCALERESPONSE']._serialized_start=2931
-  _globals['_SCALERESPONSE']._serialized_end=2963
-  _globals['_DRAINWORKERREQUEST']._serialized_start=2965
-  _globals['_DRAINWORKERREQUEST']._serialized_end=3044
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=3046
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=3067
-  _globals['_RESTARTWORKERSREQUEST']._serialized_start=3069
-  _globals['_RESTARTWORKERSREQUEST']._serialized_end=3147
-  _globals['_GETRESTARTREQUEST']._serialized_start=3149
-  _globals['_GETRESTARTREQUEST']._serialized_end=3168
-  _globals['_ROLLINGRESTART']._serialized_start=3171
-  _globals['_ROLLINGRESTART']._serialized_end=3314
-  _globals['_APPLYREQUEST']._serialized_start=3316
-  _globals['_APPLYREQUEST']._serialized_end=3361
-  _globals['_APPLYRESPONSE']._serialized_start=3363
-  _globals['_APPLYRESPONSE']._serialized_end=3395
-  _globals['_SHUTDOWNREQUEST']._serialized_start=3397
-  _globals['_SHUTDOWNREQUEST']._serialized_end=3414
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=3416
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=3434
-  _globals['_CLUSTER']._serialized_start=3561
-  _globals['_CLUSTER']._serialized_end=4504
+  _globals['_CLUSTERSTATUS']._serialized_end=2172
+  _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._serialized_start=2092
+  _globals['_CLUSTERSTATUS_TASKFAILURESENTRY']._serialized_end=2143
+  _globals['_MODELSTATUS']._serialized_start=2174
+  _globals['_MODELSTATUS']._serialized_end=2248
+  _globals['_AUTOSCALER']._serialized_start=2250
+  _globals['_AUTOSCALER']._serialized_end=2368
+  _globals['_SCALINGDECISION']._serialized_start=2371
+  _globals['_SCALINGDECISION']._serialized_end=2504
+  _globals['_SCALINGOUTLOOK']._serialized_start=2506
+  _globals['_SCALINGOUTLOOK']._serialized_end=2552
+  _globals['_ROUTERSTATUS']._serialized_start=2554
+  _globals['_ROUTERSTATUS']._serialized_end=2664
+  _globals['_WORKERSTATUS']._serialized_start=2667
+  _globals['_WORKERSTATUS']._serialized_end=2805
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=2807
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=2829
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=2831
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=2900
+  _globals['_SCALEREQUEST']._serialized_start=2902
+  _globals['_SCALEREQUEST']._serialized_end=2997
+  _globals['_SCALERESPONSE']._serialized_start=2999
+  _globals['_SCALERESPONSE']._serialized_end=3031
+  _globals['_DRAINWORKERREQUEST']._serialized_start=3033
+  _globals['_DRAINWORKERREQUEST']._serialized_end=3112
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=3114
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=3135
+  _globals['_RESTARTWORKERSREQUEST']._serialized_start=3137
+  _globals['_RESTARTWORKERSREQUEST']._serialized_end=3215
+  _globals['_GETRESTARTREQUEST']._serialized_start=3217
+  _globals['_GETRESTARTREQUEST']._serialized_end=3236
+  _globals['_ROLLINGRESTART']._serialized_start=3239
+  _globals['_ROLLINGRESTART']._serialized_end=3382
+  _globals['_APPLYREQUEST']._serialized_start=3384
+  _globals['_APPLYREQUEST']._serialized_end=3429
+  _globals['_APPLYRESPONSE']._serialized_start=3431
+  _globals['_APPLYRESPONSE']._serialized_end=3463
+  _globals['_SHUTDOWNREQUEST']._serialized_start=3465
+  _globals['_SHUTDOWNREQUEST']._serialized_end=3482
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=3484
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=3502
+  _globals['_CLUSTER']._serialized_start=3629
+  _globals['_CLUSTER']._serialized_end=4572
 # @@protoc_insertion_point(module_scope)

@@ -480,6 +480,7 @@ class ClusterStatus(_message.Message):
     LOG_DIR_FIELD_NUMBER: _builtins.int
     TASK_FAILURES_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     version: _builtins.str
     backend: _builtins.str
@@ -494,6 +495,8 @@ class ClusterStatus(_message.Message):
     """of the routers' HTTP addresses: http, https"""
     log_dir: _builtins.str
     """on the controller's host"""
+    local_prefill_max_tokens: _builtins.int
+    """router.local_prefill_max_tokens"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -526,12 +529,15 @@ class ClusterStatus(_message.Message):
         log_dir: _builtins.str = ...,
         task_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         models: _abc.Iterable[Global___ModelStatus] | None = ...,
+        local_prefill_max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_max_tokens", b"_local_prefill_max_tokens", "autoscaler", b"autoscaler", "local_prefill_max_tokens", b"local_prefill_max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "models", b"models", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "task_failures", b"task_failures", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_prefill_max_tokens", b"_local_prefill_max_tokens", "autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "local_prefill_max_tokens", b"local_prefill_max_tokens", "log_dir", b"log_dir", "models", b"models", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "task_failures", b"task_failures", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__local_prefill_max_tokens: _TypeAlias = _typing.Literal["local_prefill_max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__local_prefill_max_tokens: _TypeAlias = _typing.Literal["_local_prefill_max_tokens", b"_local_prefill_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_prefill_max_tokens) -> _WhichOneofReturnType__local_prefill_max_tokens | None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -70,6 +72,43 @@ def wait_until_at_rest(command: list[str], env: dict[str, str]) -> None:
             return
         assert time.monotonic() < deadline, blocks
         time.sleep(0.3)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> str:
+    """Holds the tokenizer, with which some clients count tokens."""
+    command = [*os.environ["TANDEM"].split(), "pull", MODEL]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r" is in (.+)", said)
+    assert found is not None, said
+    return found[1]
+
+
+@pytest.fixture
+def folder(model_folder: str, tmp_path: Path) -> Path:
+    """A home in which the hub's cache has the model's tokenizer, so that a client's defaults need no hub."""
+    cache, revision = tmp_path / "hub" / f"models--{MODEL}", "0" * 40
+    for name in ("refs", "snapshots"):
+        (cache / name).mkdir(parents=True)
+    (cache / "refs" / "main").write_text(revision)
+    (cache / "snapshots" / revision).symlink_to(model_folder)
+    return tmp_path
+
+
+def run_client(*command: str, folder: Path) -> None:
+    """Runs a Python client's command, which asks no hub. `folder`: its working and home folder."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240.0,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.fixture(scope="session")

@@ -31,17 +31,21 @@ const call = (await client.chat.completions.stream({ ...asked, tool_choice: "req
 assert.equal(call.function.name, "get_weather");
 assert.ok(["Paris", "Oslo"].includes(parsed(call.function.arguments)));
 
-// The client's own loop: it runs the function and asks again until the model answers in text.
-let runs = 0;
-const weather = { ...get_weather, parse: JSON.parse, function: () => { runs += 1; return "Sunny, 20 degrees."; } };
-const loop = client.chat.completions.runTools({
-  ...asked,
-  max_tokens: 64,
-  tools: [{ type: "function", function: weather }],
-  tool_choice: { type: "function", function: { name: "get_weather" } },
-});
+// An agent of three turns. In two, the client's own loop runs the function and asks again; the third answers in text.
+const cities = [];
+const weather = { ...get_weather, parse: JSON.parse, function: (args) => { cities.push(args.city); return "Sunny, 20 degrees."; } };
+const turn = { ...asked, max_tokens: 64, parallel_tool_calls: false, messages: user("Compare the weather in Oslo and Paris.") };
+const loop = client.chat.completions.runTools({ ...turn, tools: [{ type: "function", function: weather }], tool_choice: "required" }, { maxChatCompletions: 2 });
 await loop.done();
-assert.ok(runs >= 1);
+assert.deepEqual(loop.allChatCompletions().map((each) => each.choices[0].finish_reason), ["tool_calls", "tool_calls"]);
+assert.deepEqual(loop.messages.map((each) => each.role), ["user", "assistant", "tool", "assistant", "tool"]);
+assert.equal(cities.length, 2);
+assert.ok(cities.every((each) => ["Paris", "Oslo"].includes(each)), cities);
+const ids = loop.messages.flatMap((each) => each.tool_calls ?? []).map((each) => each.id);
+assert.deepEqual(loop.messages.filter((each) => each.role === "tool").map((each) => each.tool_call_id), ids);
+const third = (await client.chat.completions.create({ ...turn, messages: loop.messages, tool_choice: "none" })).choices[0];
+assert.ok(third.message.content);
+assert.ok(!third.message.tool_calls?.length);
 
 const response = await client.responses.create({ model, input: france, temperature: 0 });
 assert.equal(response.output_text, paris);

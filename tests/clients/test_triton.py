@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc.model_config_pb2 import TYPE_STRING
 
 from tests.clients.asks import MODEL
 
@@ -25,9 +26,10 @@ def client(server: Server) -> Iterator[Any]:
         yield client
 
 
-def text_input() -> list[Any]:
-    tensor = triton.InferInput("text_input", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([PROMPT.encode()], dtype=np.object_))
+def text_input(*shape: int) -> list[Any]:
+    shape = shape or (1,)
+    tensor = triton.InferInput("text_input", list(shape), "BYTES")
+    tensor.set_data_from_numpy(np.full(shape, PROMPT.encode(), dtype=np.object_))
     return [tensor]
 
 
@@ -45,6 +47,28 @@ def test_probes(client: Any) -> None:
 
 def test_whole_answer(client: Any) -> None:
     assert "Paris" in text_of(client.infer(MODEL, text_input(), parameters=SAMPLING))
+
+
+def test_text_with_a_batch_dimension(client: Any) -> None:
+    assert "Paris" in text_of(client.infer(MODEL, text_input(1, 1), parameters=SAMPLING))
+
+
+def test_configuration(client: Any) -> None:
+    config = client.get_model_config(MODEL).config
+    assert (config.name, config.backend, config.max_batch_size) == (MODEL, "tandem", 0)
+    assert {each.name: each.data_type for each in config.input}["text_input"] == TYPE_STRING
+    assert client.get_model_config(MODEL, as_json=True)["config"]["model_transaction_policy"] == {"decoupled": True}
+
+
+def test_statistics_grow_with_each_answer(client: Any) -> None:
+    (before,) = client.get_inference_statistics(MODEL).model_stats
+    client.infer(MODEL, text_input(), parameters=SAMPLING)
+    (after,) = client.get_inference_statistics().model_stats
+    assert after.name == MODEL
+    assert after.inference_count == before.inference_count + 1
+    assert after.inference_stats.success.count == after.inference_count
+    assert after.inference_stats.compute_infer.ns > before.inference_stats.compute_infer.ns
+    assert after.last_inference > before.last_inference
 
 
 def test_stream(client: Any) -> None:

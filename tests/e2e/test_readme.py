@@ -183,6 +183,7 @@ def answer_and_status(environment: dict[str, str]) -> dict[str, object]:
     for worker in status["workers"]:
         blocks = worker["blocks"]
         assert blocks["free"] + blocks["cached"] + blocks["leased"] + blocks["in_use"] == blocks["total"]
+    assert sum(status["placements"].values()) >= 1
     return {"model": model, **status}
 
 

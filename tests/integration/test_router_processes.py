@@ -18,7 +18,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.backends.subprocess_backend import SubprocessBackend
-from cluster.cli.commands.status import to_json
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.status import fetch_views, placements_of, to_json
 from cluster.control.controller import Controller
 from cluster.control.router_slot import RouterSlot, RouterState
 from cluster.keeper.keeper import Keeper
@@ -157,6 +158,8 @@ async def test_two_routers_answer_alike_share_their_index_and_are_both_shown(con
     assert len({router[kind] for router in shown["routers"] for kind in ("http", "grpc")}) == 4
     assert {"router-0", "router-1", "redis"} <= {process["name"] for process in shown["processes"]}
     assert len(listed.traces) == 2 * len(ASKS), "those of both"
+    assert shown["local_prefill_max_tokens"] == 32
+    assert sum(placements_of(await fetch_views(Admin(controller.admin_address))).values()) == 2 * len(ASKS)
     one = await controller.routers.traces.get(trace_pb2.GetTraceRequest(request_id=listed.traces[0].request_id))
     assert one == listed.traces[0]
     with pytest.raises(NotFound):
@@ -230,13 +233,18 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     await serves_again(first, restarts + 1)
 
 
+def restarts_of_all(controller: Controller) -> list[int]:
+    workers = controller.workers.slots.values()
+    return [*(each.restarts for each in controller.routers.slots), *(each.restarts for each in workers)]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.acceptance(27, here="routers and workers, once, under running requests", soak="10,000 requests")
 async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(controller: Controller) -> None:
     slots = controller.routers.slots
     expected = await answers(slots, 1, 24)
-    before = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    before = restarts_of_all(controller)
     answered = rolls = 0
 
     async def ask_again(number: int) -> None:
@@ -255,7 +263,7 @@ async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(control
         assert controller.restart.status().failure == ""
         rolls += 1
     await asking
-    after = [each.restarts for each in (*slots, *controller.workers.slots.values())]
+    after = restarts_of_all(controller)
     assert after == [count + rolls for count in before]
     await conserved(controller)
     print(f"{rolls} rolling restarts under {answered} requests")

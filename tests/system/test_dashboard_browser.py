@@ -308,6 +308,62 @@ async def test_it_fits_a_phone(viewer: Viewer) -> None:
     assert await viewer.page.evaluate(wider) <= 0
 
 
+@pytest.mark.parametrize("width", [360, 400, 760])
+async def test_a_phone_shows_the_router_and_both_pools_without_scrolling_sideways(viewer: Viewer, width: int) -> None:
+    page = viewer.page
+    await page.set_viewport_size({"width": width, "height": 844})
+    boxes = {}
+    for name in ("router", "prefill-0", "prefill-1", "decode-0", "decode-1"):
+        node = page.locator('[data-role="router"].node' if name == "router" else f'[data-worker="{name}"]')
+        box = await node.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0, name
+        assert box["x"] + box["width"] <= width, name
+        boxes[name] = box
+    assert boxes["router"]["y"] + boxes["router"]["height"] <= boxes["prefill-0"]["y"]
+    assert boxes["prefill-0"]["x"] + boxes["prefill-0"]["width"] < boxes["decode-0"]["x"]
+    heads = await page.locator(".topo .column").all_text_contents()
+    assert heads == ["Router", "Prefill", "Decode"]
+    clipped = (
+        "() => { const holder = document.querySelector('#topology'); return holder.scrollWidth - holder.clientWidth }"
+    )
+    assert await page.evaluate(clipped) <= 0
+
+
+async def test_the_topology_is_drawn_anew_when_the_width_changes_even_while_paused(viewer: Viewer) -> None:
+    page = viewer.page
+    await page.locator("#pause").click()
+    wide = await page.locator(".topo").get_attribute("viewBox")
+    await page.set_viewport_size({"width": 400, "height": 844})
+    await expect(page.locator(".topo")).not_to_have_attribute("viewBox", wide or "")
+    await page.set_viewport_size({"width": 1440, "height": 1000})
+    await expect(page.locator(".topo")).to_have_attribute("viewBox", wide or "")
+
+
+async def test_a_worker_whose_id_names_another_role_is_shown_with_its_own(viewer: Viewer) -> None:
+    page = viewer.page
+
+    async def changed(route: Route) -> None:
+        found = await (await route.fetch()).json()
+        for worker in found["workers"]:
+            if worker["worker_id"] == "prefill-1":
+                worker["role"] = "decode"
+        request = found["requests"][0] | {"attempts": 1, "prefill_worker": "", "decode_worker": "prefill-1"}
+        decision = found["decisions"][0] | {"prefill_worker": "prefill-0", "decode_worker": "prefill-1"}
+        await route.fulfill(json=found | {"requests": [request], "decisions": [decision]})
+
+    node = page.locator('[data-worker="prefill-1"]')
+    await expect(node).to_have_attribute("data-role", "prefill")
+    await expect(page.locator("#requests tbody tr").first).to_be_visible()
+    await page.route(SNAPSHOT, changed)
+    await expect(node.locator(".name")).to_have_text("prefill-1 (decode)")
+    await expect(node).to_have_attribute("data-role", "decode")
+    await expect(node.locator(".stripe")).to_have_attribute("data-role", "decode")
+    await expect(page.locator("#requests tbody td:nth-child(3)")).to_have_text("prefill-1 (decode)")
+    await expect(page.locator("#decisions .what")).to_contain_text("prefill-0 → prefill-1 (decode)")
+    await page.unroute_all(behavior="wait")
+
+
 async def test_pictures_of_both_themes(viewer: Viewer, browser: Browser, tmp_path: Path) -> None:
     page = viewer.page
     await expect(page.locator("#requests tbody tr").nth(8)).to_be_visible(timeout=60_000)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from cluster.cli.admin_client import Admin, find_admin, tls_hint
 from cluster.cli.console import console, fitted
 from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
+from router.policies.types import PlacementReason
 from tandem.errors import UnavailableError
-from tandem.text.words import size
+from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
@@ -40,20 +42,31 @@ SPARE = (
     "epoch",
 )  # dropped first on a narrow terminal; --json has all columns
 
+WHY_LOCAL = {
+    PlacementReason.LOCAL_SHORT_SUFFIX: "{limit} uncached tokens (router.local_prefill_max_tokens)",
+    PlacementReason.LOCAL_SOONER: "clearly sooner than a handoff",
+    PlacementReason.LOCAL_PREFILL_FULL: "no prefill worker had room",
+    PlacementReason.LOCAL_NO_PREFILL_WORKER: "no prefill worker was ready",
+    PlacementReason.LOCAL_PREFILL_FAILED: "every prefill worker had failed the request",
+    PlacementReason.LOCAL_CONFIGURED: "router.disaggregation is never",
+}
+
 Health = Mapping[tuple[str, int], str]  # by worker and epoch: the worst state that any router reports
+Placements = Mapping[str, int]  # by reason, of all routers since their start
 
 
 def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
-    status, health = asyncio.run(_fetch_both(find_admin(address, cluster, tls)))
+    status, views = asyncio.run(_fetch_both(find_admin(address, cluster, tls)))
+    health, placements = health_of(views), placements_of(views)
     if as_json:
-        print(json.dumps(to_json(status, health), indent=2))
+        print(json.dumps(to_json(status, health, placements), indent=2))
     else:
-        show(status, console(), health)
+        show(status, console(), health, placements)
     return 0
 
 
-async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, Health]:
-    return await asyncio.gather(fetch(admin), fetch_health(admin))
+async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, list[Snapshot]]:
+    return await asyncio.gather(fetch(admin), fetch_views(admin))
 
 
 async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
@@ -70,16 +83,26 @@ async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
             ) from None
 
 
-async def fetch_health(admin: Admin) -> Health:
-    """Empty if no router answers."""
+async def fetch_views(admin: Admin) -> list[Snapshot]:
+    """The routers' snapshots. Empty if no router answers."""
     async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
             found = await stub.ListSnapshots(cluster_pb2.ListSnapshotsRequest(), timeout=ROUTERS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return {}
-    views = [view for each in found.snapshots if (view := _readable(each.json)) is not None]
+            return []
+    return [view for each in found.snapshots if (view := _readable(each.json)) is not None]
+
+
+def health_of(views: Iterable[Snapshot]) -> Health:
     return {(each.worker_id, int(each.epoch)): each.health for each in worst_of_each(views) if each.health is not None}
+
+
+def placements_of(views: Iterable[Snapshot]) -> Placements:
+    placements: Counter[str] = Counter()
+    for view in views:
+        placements.update(view.placements)
+    return placements
 
 
 def _readable(snapshot: bytes) -> Snapshot | None:
@@ -90,7 +113,9 @@ def _readable(snapshot: bytes) -> Snapshot | None:
         return None
 
 
-def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> dict[str, Any]:
+def to_json(
+    status: cluster_pb2.ClusterStatus, health: Health | None = None, placements: Placements | None = None
+) -> dict[str, Any]:
     return {
         "cluster": status.cluster,
         "version": status.version,
@@ -117,6 +142,8 @@ def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> 
             for router in status.routers
         ],
         "processes": _processes(status.processes),
+        "placements": dict(placements or {}),
+        "local_prefill_max_tokens": _local_prefill_max_tokens(status),
         "autoscaler": {
             "mode": status.autoscaler.mode,
             "outlooks": {each.model: each.words for each in status.autoscaler.outlooks},
@@ -190,7 +217,17 @@ def _processes(processes: Any) -> list[dict[str, Any]]:
     return [{"name": process.name, "pid": process.pid} for process in processes]
 
 
-def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | None = None) -> None:
+def _local_prefill_max_tokens(status: cluster_pb2.ClusterStatus) -> int | None:
+    """None: the controller is of an earlier version."""
+    return status.local_prefill_max_tokens if status.HasField("local_prefill_max_tokens") else None
+
+
+def show(
+    status: cluster_pb2.ClusterStatus,
+    console: Console,
+    health: Health | None = None,
+    placements: Placements | None = None,
+) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
     for router in status.routers:
         state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
@@ -199,14 +236,18 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
     for model in status.models:
         console.print(f"{model.name}: tool calls {model.tool_parser}, reasoning {model.reasoning_parser}", markup=False)
+    if words := _local_prefill(placements or {}, _local_prefill_max_tokens(status)):
+        console.print(words, markup=False, soft_wrap=True)
     _show_autoscaler(status.autoscaler, console)
     rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
+    names = {each.info.worker_id: worker_name(each.info.worker_id, ROLES[each.info.role]) for each in status.workers}
     for worker in status.workers:
+        name = names[worker.info.worker_id]
         if worker.reason:
-            console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
+            console.print(f"{name}: {worker.reason}", markup=False)
         for link in worker.live.links:
-            ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
+            ends = f"{name}/{link.rank} – {names.get(link.peer_worker, link.peer_worker)}/{link.peer_rank}"
             reason = f": {link.reason}" if link.reason else ""
             line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {size(link.bytes)}{reason}"
             console.print(line, markup=False)
@@ -215,6 +256,16 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
         console.print(f"[yellow]failures of the controller's tasks, which were started again[/]: {counts}")
     if status.log_dir:
         console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
+
+
+def _local_prefill(placements: Placements, max_tokens: int | None) -> str:
+    """How many requests were prefilled on their decode worker, and why. Empty if none were."""
+    counts = {reason: count for reason in WHY_LOCAL if (count := placements.get(reason.value, 0))}
+    if not counts:
+        return ""
+    limit = "few" if max_tokens is None else f"at most {max_tokens}"
+    reasons = "; ".join(f"{count} {WHY_LOCAL[reason].format(limit=limit)}" for reason, count in counts.items())
+    return f"local prefill: {sum(counts.values())} of {plural(sum(placements.values()), 'placement')}: {reasons}"
 
 
 def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:

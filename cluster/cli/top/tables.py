@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from router.dashboard.snapshot import EventRow, FlowRow, RequestRow, WorkerRow
-from tandem.text.words import size
+from tandem.text.words import size, worker_name, worker_path
 
 Item = TypeVar("Item")
 Key = str | float
@@ -83,7 +83,7 @@ def share(part: float, whole: float) -> str:
 def path_of(request: RequestRow) -> str:
     if not request.decode_worker:
         return "–"
-    path = f"{request.prefill_worker} → {request.decode_worker}" if request.prefill_worker else request.decode_worker
+    path = worker_path(request.prefill_worker, request.decode_worker)
     return f"{path} ({request.attempts} attempts)" if request.attempts > 1 else path
 
 
@@ -132,8 +132,8 @@ WORKERS: tuple[Column[WorkerRow], ...] = (
 )
 
 FLOWS: tuple[Column[FlowRow], ...] = (
-    _text("prefill", lambda flow: flow.prefill_worker),
-    _text("decode", lambda flow: flow.decode_worker),
+    _text("prefill", lambda flow: worker_name(flow.prefill_worker, "prefill")),
+    _text("decode", lambda flow: worker_name(flow.decode_worker, "decode")),
     _figure("KV/s", lambda flow: flow.bytes_per_s, size),
     _figure("handoffs/s", lambda flow: flow.handoffs_per_s, lambda value: f"{value or 0:.1f}"),
     _figure("in flight", lambda flow: flow.in_flight, number),

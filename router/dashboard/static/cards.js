@@ -2,7 +2,7 @@
 
 import { Chart, sparkline } from "./charts.js";
 import { h, keyed, s, setText } from "./dom.js";
-import { ago, clock, count, parts, seconds, share, words } from "./format.js";
+import { ago, clock, count, parts, seconds, share, words, workerPath } from "./format.js";
 
 const TILES = [
   { name: "requests", title: "Requests", unit: "/s", hue: "prefill", value: (view) => parts.count(view.rates.requests_per_s), line: (view) => view.history.requests,
@@ -166,7 +166,7 @@ export function drawEvents(list, view) {
 export function drawDecisions(list, view, onPick) {
   keyed(list, view.decisions, (decision) => `${decision.request_id} ${decision.at_unix_s}`,
     (decision) => h("li", { "data-tone": decision.prefill_worker ? "info" : "good" },
-      h("span", { class: "what" }, decision.prefill_worker ? `${decision.prefill_worker} → ${decision.decode_worker}` : `${decision.decode_worker}, local prefill`, h("br"),
+      h("span", { class: "what" }, workerPath(decision, ", local prefill"), h("br"),
         h("span", { class: "soft" }, `${words(decision.reason)} · ${count(decision.prompt_tokens)} tokens, ${count(decision.cached_tokens)} cached `),
         h("button", { type: "button", onclick: () => onPick(decision.request_id) }, "timeline")),
       h("time")),

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { facts } from "./cards.js";
 import { byId, h, s } from "./dom.js";
-import { bytes, clock, count, parts, seconds, share, words } from "./format.js";
+import { bytes, clock, count, parts, seconds, share, words, workerName, workerPath } from "./format.js";
 import { pathOf } from "./requests.js";
 
 const WIDTH = 800, ROW = 26, LEFT = 92, RIGHT = 74, TOP = 22;
@@ -44,7 +44,7 @@ export class Drawer {
 
   worker(worker) {
     this.shown = null;
-    this.open(worker.worker_id, list([
+    this.open(workerName(worker.worker_id, worker.role), list([
       ["Role", worker.role], ["Model", worker.model], ["State", words(worker.state)], ...(worker.reason ? [["Reason", worker.reason]] : []),
       ["Health", worker.health ?? "this router has no link to it"], ["Epoch", worker.epoch], ["Restarts", String(worker.restarts)], ["Tensor parallel", String(worker.tp)],
       ["Requests", `${worker.running_requests} running, ${worker.waiting_requests} waiting, ${worker.reserved_requests} reserved`],
@@ -78,7 +78,7 @@ function requestFacts(row) {
 }
 
 function attemptView(attempt, index, found) {
-  const way = attempt.prefill_worker ? `${attempt.prefill_worker} → ${attempt.decode_worker}` : `${attempt.decode_worker}, without a handoff`;
+  const way = workerPath(attempt, ", without a handoff");
   const title = found.attempts.length > 1 ? `Attempt ${index + 1}: ${way}` : way;
   const notes = [];
   if (attempt.bytes) notes.push(`${bytes(attempt.bytes)} moved in ${attempt.pieces} pieces, ${attempt.blocks} blocks.`);

@@ -32,6 +32,18 @@ export const count = (value) => parts.count(value).join("");
 export const share = (value) => parts.share(value).join(" ").trim();
 export const words = (name) => name.replaceAll("_", " ");
 
+// The id, and the role if the id names the other one, as after a role change: "prefill-1 (decode)".
+export function workerName(id, role) {
+  const named = /(?:^|-)(prefill|decode)-[^-]*$/.exec(id)?.[1] ?? role;
+  return named === role ? id : `${id} (${role})`;
+}
+
+// "prefill-0 → decode-0". Without a prefill worker: the decode worker and `local`.
+export function workerPath({ prefill_worker, decode_worker }, local = "") {
+  const decode = workerName(decode_worker, "decode");
+  return prefill_worker ? `${workerName(prefill_worker, "prefill")} → ${decode}` : decode + local;
+}
+
 export function clock(unixS) {
   return new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 }

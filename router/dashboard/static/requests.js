@@ -1,7 +1,7 @@
 // The table of requests: filtered, sorted, rows kept in place on updates.
 
 import { byId, h, keyed, setText } from "./dom.js";
-import { bytes, clock, count, seconds, words } from "./format.js";
+import { bytes, clock, count, seconds, words, workerPath } from "./format.js";
 
 const ENDS = { finished: "good", rejected: "warning", cancelled: "quiet", failed: "bad" };
 const COLUMNS = [
@@ -19,7 +19,7 @@ const COLUMNS = [
 
 export function pathOf(row) {
   if (!row.decode_worker) return "–";
-  const way = row.prefill_worker ? `${row.prefill_worker} → ${row.decode_worker}` : `${row.decode_worker}`;
+  const way = workerPath(row);
   return row.attempts > 1 ? `${way} (${row.attempts} attempts)` : way;
 }
 

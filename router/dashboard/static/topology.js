@@ -1,14 +1,15 @@
 // Draws the cluster: router, prefill workers, decode workers, and the flows between them.
 
 import { keyed, s, setText } from "./dom.js";
-import { bytes, count, seconds, words } from "./format.js";
+import { bytes, count, seconds, words, workerName, workerPath } from "./format.js";
 
-const WIDTH = 1120;
 const NODE = { width: 214, height: 92, gap: 18 };
-const X = { router: 12, prefill: 292, decode: 818, single: 560 };
-const TOP = 44;
-const LEAST_HEIGHT = 400;
+// Side by side: the router, then the pools. On a narrow screen the router is above them, and its wires go around.
+const WIDE = { width: 1120, x: { router: 12, prefill: 292, decode: 818, single: 560 }, top: 44, leastHeight: 400 };
+const NARROW = { width: 516, x: { router: 151, prefill: 18, decode: 284, single: 151 }, top: 176, leastHeight: 0 };
+const ROUTER_Y = 36; // on a narrow screen
 const DOT_GAP = 26;
+const narrow = matchMedia("(max-width: 760px)");
 const reduced = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Topology {
@@ -20,19 +21,22 @@ export class Topology {
     this.heads = s("g", { "aria-hidden": "true" });
     this.svg = s("svg", { class: "topo", role: "group", "aria-label": "Topology of the cluster" }, this.wires, this.flows, this.heads, this.nodes);
     holder.append(this.svg);
+    narrow.addEventListener("change", () => this.view && this.update(this.view));
   }
 
   update(view) {
     const prefill = view.workers.filter((worker) => worker.role === "prefill");
     const decode = view.workers.filter((worker) => worker.role !== "prefill");
     const rows = Math.max(1, prefill.length, decode.length);
-    const height = Math.max(LEAST_HEIGHT, TOP + rows * (NODE.height + NODE.gap) + 4);
-    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
-    const decodeX = prefill.length ? X.decode : X.single;
+    const { width, x, top, leastHeight } = (this.layout = narrow.matches ? NARROW : WIDE);
+    const height = Math.max(leastHeight, top + rows * (NODE.height + NODE.gap) + 4);
+    this.view = view;
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const decodeX = prefill.length ? x.decode : x.single;
     this.places = new Map();
-    place(this.places, prefill, X.prefill, height);
-    place(this.places, decode, decodeX, height);
-    const middle = (height + TOP) / 2;
+    place(this.places, prefill, x.prefill, top, height);
+    place(this.places, decode, decodeX, top, height);
+    const middle = narrow.matches ? ROUTER_Y + NODE.height / 2 : (height + top) / 2;
     this.drawHeads(prefill.length, decodeX);
     this.drawNodes(view, middle);
     this.drawWires(view, middle, prefill.length > 0);
@@ -40,8 +44,13 @@ export class Topology {
   }
 
   drawHeads(prefills, decodeX) {
-    const heads = [["Router", X.router], ...(prefills ? [["Prefill", X.prefill]] : []), ["Decode", decodeX]];
-    keyed(this.heads, heads, ([name]) => name, ([name]) => s("text", { class: "column", y: 26 }, name), (text, [, x]) => text.setAttribute("x", x));
+    const { x, top } = this.layout;
+    const routerY = narrow.matches ? ROUTER_Y : top;
+    const heads = [["Router", x.router, routerY], ...(prefills ? [["Prefill", x.prefill, top]] : []), ["Decode", decodeX, top]];
+    keyed(this.heads, heads, ([name]) => name, ([name]) => s("text", { class: "column" }, name), (text, [, x, below]) => {
+      text.setAttribute("x", x);
+      text.setAttribute("y", below - 18);
+    });
   }
 
   drawNodes(view, middle) {
@@ -51,7 +60,7 @@ export class Topology {
     keyed(this.nodes, items, (item) => item.key, (item) => this.makeNode(item), (node, item) => {
       node._item = item;
       if (item.worker) updateWorker(node, item.worker, this.places.get(item.worker.worker_id), view.models.length > 1);
-      else updateRouter(node, item, view, middle);
+      else updateRouter(node, item, view, this.layout.x.router, middle);
     });
   }
 
@@ -75,15 +84,17 @@ export class Topology {
 
   drawWires(view, middle, hasPrefill) {
     const first = view.workers.filter((worker) => (hasPrefill ? worker.role === "prefill" : true));
-    const from = { x: X.router + NODE.width, y: middle };
+    const { width, x } = this.layout;
+    const from = { x: narrow.matches ? x.router : x.router + NODE.width, y: middle };
+    const to = { x: narrow.matches ? x.router + NODE.width : width - 8, y: middle };
     const wires = first.map((worker) => {
       const at = this.places.get(worker.worker_id);
-      return { key: `in ${worker.worker_id}`, path: curve(from, { x: at.x, y: at.y + NODE.height / 2 }), kind: "feed", busy: busy(worker) };
+      return { key: `in ${worker.worker_id}`, path: routerWire(from, { x: at.x, y: at.y + NODE.height / 2 }, 0), kind: "feed", busy: busy(worker) };
     });
     for (const worker of view.workers.filter((each) => each.role !== "prefill")) {
       const at = this.places.get(worker.worker_id);
       const start = { x: at.x + NODE.width, y: at.y + NODE.height / 2 };
-      wires.push({ key: `out ${worker.worker_id}`, path: curve(start, { x: WIDTH - 8, y: middle }), kind: "out", busy: worker.running_requests > 0 });
+      wires.push({ key: `out ${worker.worker_id}`, path: routerWire(start, to, width), kind: "out", busy: worker.running_requests > 0 });
     }
     keyed(this.wires, wires, (wire) => wire.key,
       (wire) => s("g", {}, s("path", { class: "wire" }), s("path", { class: `dots ${wire.kind}`, "stroke-width": 3, "stroke-dasharray": `0.1 ${DOT_GAP}` })),
@@ -97,27 +108,32 @@ export class Topology {
     const known = view.flows.filter((flow) => this.places.has(flow.prefill_worker) && this.places.has(flow.decode_worker));
     const shown = known.length > 24 ? null : known;
     keyed(this.flows, known, (flow) => `${flow.prefill_worker} ${flow.decode_worker}`, makeFlow, (group, flow) => {
-      updateFlow(group, flow, this.places, view.rates.handoff_bytes_per_s, shown !== null);
+      updateFlow(group, flow, this.places, view.rates.handoff_bytes_per_s, shown !== null && !narrow.matches);
     });
   }
 }
 
-function place(places, workers, x, height) {
+function place(places, workers, x, top, height) {
   const used = workers.length * (NODE.height + NODE.gap) - NODE.gap;
-  const top = TOP + (height - TOP - used) / 2;
-  workers.forEach((worker, row) => places.set(worker.worker_id, { x, y: top + row * (NODE.height + NODE.gap) }));
+  const first = top + (height - top - used) / 2;
+  workers.forEach((worker, row) => places.set(worker.worker_id, { x, y: first + row * (NODE.height + NODE.gap) }));
+}
+
+// Between the router and a worker. On a narrow screen it leaves and arrives by the side at `edge`.
+function routerWire(from, to, edge) {
+  return narrow.matches ? `M${from.x},${from.y} C${edge},${from.y} ${edge},${to.y} ${to.x},${to.y}` : curve(from, to);
 }
 
 function curve(from, to) {
-  const bend = Math.max(40, (to.x - from.x) * 0.5);
+  const bend = Math.max(narrow.matches ? 0 : 40, (to.x - from.x) * 0.5);
   return `M${from.x},${from.y} C${from.x + bend},${from.y} ${to.x - bend},${to.y} ${to.x},${to.y}`;
 }
 
 const busy = (worker) => worker.running_requests + worker.waiting_requests + worker.reserved_requests > 0;
 
-function updateRouter(node, { router, routers }, view, middle) {
+function updateRouter(node, { router, routers }, view, x, middle) {
   const more = routers.length > 1 ? `  +${routers.length - 1}` : "";
-  node.setAttribute("transform", `translate(${X.router} ${middle - NODE.height / 2})`);
+  node.setAttribute("transform", `translate(${x} ${middle - NODE.height / 2})`);
   node.setAttribute("aria-label", `${view.router_id}, ${view.ready ? "ready" : "not ready"}, ${view.queued_requests} queued, ${view.running_requests} on workers`);
   node.dataset.busy = view.running_requests > 0;
   setText(node.querySelector(".name"), view.router_id + more);
@@ -132,8 +148,10 @@ function updateWorker(node, worker, at, showModel) {
   node.setAttribute("transform", `translate(${at.x} ${at.y})`);
   node.setAttribute("aria-label", `${worker.worker_id}, ${worker.role}, ${words(worker.state)}, ${worker.health ?? "health unknown"}, ${worker.running_requests} running`);
   node.dataset.state = isUp ? "up" : "down";
+  node.dataset.role = node.querySelector(".stripe").dataset.role = worker.role; // it may change
   node.dataset.busy = busy(worker);
-  setText(node.querySelector(".name"), worker.worker_id.length > 24 ? `${worker.worker_id.slice(0, 23)}…` : worker.worker_id);
+  const name = workerName(worker.worker_id, worker.role);
+  setText(node.querySelector(".name"), name.length > 24 ? `${name.slice(0, 23)}…` : name);
   setText(node.querySelector(".one"), isUp ? workerFacts(worker, showModel) : `${words(worker.state)} ${worker.reason}`.slice(0, 34));
   setText(node.querySelector(".two"), isUp ? blockFacts(worker.blocks) : "");
   node.querySelector(".health").dataset.health = isUp ? worker.health ?? "unknown" : "down";
@@ -185,7 +203,7 @@ function updateFlow(group, flow, places, allBytesPerS, withLabel) {
   dots.setAttribute("stroke-width", 3.5 + 4.5 * level);
   dots.setAttribute("stroke-dasharray", `0.1 ${DOT_GAP}`);
   group.dataset.bytesPerS = Math.round(rate);
-  const text = `${flow.prefill_worker} → ${flow.decode_worker}: ${bytes(rate)}/s, ${flow.in_flight} in flight, ${count(flow.handoffs)} handoffs, ${bytes(flow.bytes)}`
+  const text = `${workerPath(flow)}: ${bytes(rate)}/s, ${flow.in_flight} in flight, ${count(flow.handoffs)} handoffs, ${bytes(flow.bytes)}`
     + (flow.transport ? `, ${flow.transport} ${flow.state}` : "") + (flow.latency_s ? `, ${seconds(flow.latency_s)} latency` : "");
   setText(title, text);
   group.setAttribute("aria-label", text);

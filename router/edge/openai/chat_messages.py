@@ -27,6 +27,7 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     audio: object = None
     annotations: object = None
+    parsed: object = None  # what OpenAI's SDKs read from the content
     tool_calls: Annotated[Items[AnyToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = (
         None
     )

@@ -130,6 +130,7 @@ Tools = Annotated[Items[AnyTool], Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS
 class CalledFunction(StrictModel):
     name: str
     arguments: str
+    parsed_arguments: object = None  # what OpenAI's SDKs read from the arguments
 
 
 class ToolCall(StrictModel):

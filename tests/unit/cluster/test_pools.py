@@ -49,6 +49,23 @@ def test_the_least_busy_goes_first() -> None:
     assert plan_change(busy, 1, 1, can_change_roles=True, name_prefix="") == (RemoveWorker("decode-0"),)
 
 
+def test_among_equals_a_worker_returns_to_the_role_that_its_id_names() -> None:
+    changed = [
+        PoolMember("prefill-0", P),
+        PoolMember("prefill-1", D),
+        PoolMember("decode-0", D),
+        PoolMember("decode-1", D),
+    ]
+    assert plan_change(changed, 2, 2, can_change_roles=True, name_prefix="") == (ChangeRole("prefill-1", P),)
+    busy = [PoolMember("prefill-1", D, 2), *changed[:1], *changed[2:]]
+    assert plan_change(busy, 2, 2, can_change_roles=True, name_prefix="") == (ChangeRole("decode-1", P),)
+
+
+def test_among_equals_a_worker_whose_id_names_the_other_role_leaves_first() -> None:
+    changed = [PoolMember("prefill-0", D), PoolMember("decode-0", D), PoolMember("decode-1", D)]
+    assert plan_change(changed, 0, 2, can_change_roles=True, name_prefix="") == (RemoveWorker("prefill-0"),)
+
+
 def test_a_name_that_a_worker_of_the_other_role_kept_is_not_given_again() -> None:
     changed = [PoolMember("decode-1", P), PoolMember("decode-0", D)]
     assert plan_change(changed, 1, 2, can_change_roles=True, name_prefix="") == (StartWorker(D, "decode-2"),)

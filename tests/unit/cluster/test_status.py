@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from cluster.cli.admin_client import Admin
-from cluster.cli.commands.status import fetch_health, show, to_json
+from cluster.cli.commands.status import WHY_LOCAL, fetch_views, health_of, placements_of, show, to_json
 from cluster.control.status_report import drop_stale_links
+from router.policies.types import PlacementReason
 from tandem.errors import UnavailableError
 from tandem.rpc.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
@@ -51,6 +52,20 @@ def test_each_workers_role_health_epoch_and_restarts_are_shown() -> None:
     assert rows[1][:6] == ["decode-1", "decode", "ready", "ejected", str(EPOCH), "0"]
 
 
+def test_a_worker_whose_id_names_another_role_is_told_with_its_own_outside_the_table() -> None:
+    told = status()
+    told.workers[0].reason = "the disk is full"
+    told.workers[1].live.links.add(peer_worker="decode-0", transport="mapped", state="ready")
+    console = Console(width=120, file=io.StringIO(), record=True)
+    show(told, console, {})
+    lines = console.export_text().splitlines()
+    assert "decode-0 (prefill): the disk is full" in lines
+    assert any(line.startswith("link decode-1/0 – decode-0 (prefill)/0: ") for line in lines)
+    assert [line.split()[:2] for line in lines if " ready " in line and line.startswith("decode")] == [
+        ["decode-0", "prefill"], ["decode-1", "decode"]
+    ], "the table has the id that `tandem drain` takes"  # fmt: skip
+
+
 def test_eighty_columns_shorten_no_name_and_leave_the_promised_columns() -> None:
     text = shown(80)
     assert "…" not in text
@@ -78,6 +93,42 @@ def test_health_is_in_the_json_and_null_where_no_router_tells() -> None:
     workers = to_json(status(), {("decode-1", EPOCH): "suspect"})["workers"]
     assert [each["health"] for each in workers] == [None, "suspect"]
     assert [each["restarts"] for each in workers] == [3, 0]
+
+
+def local_prefill(placements: dict[str, int], **fields: Any) -> list[str]:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    told = status()
+    told.MergeFrom(cluster_pb2.ClusterStatus(**fields))
+    show(told, console, {}, placements)
+    return [line for line in console.export_text().splitlines() if line.startswith("local prefill")]
+
+
+def test_local_prefills_are_shown_with_their_reasons_and_the_setting() -> None:
+    placements = {"handoff_as_soon": 3, "local_sooner": 2, "local_short_suffix": 5}
+    assert local_prefill(placements, local_prefill_max_tokens=32) == [
+        "local prefill: 7 of 10 placements: 5 at most 32 uncached tokens (router.local_prefill_max_tokens); "
+        "2 clearly sooner than a handoff"
+    ]
+    assert local_prefill({"local_short_suffix": 1}) == [
+        "local prefill: 1 of 1 placement: 1 few uncached tokens (router.local_prefill_max_tokens)"
+    ]
+
+
+def test_no_line_is_shown_while_every_prompt_was_handed_off() -> None:
+    assert local_prefill({"handoff_configured": 3}, local_prefill_max_tokens=32) == []
+    assert local_prefill({}, local_prefill_max_tokens=32) == []
+
+
+def test_every_reason_for_local_prefill_has_words() -> None:
+    assert set(WHY_LOCAL) == {reason for reason in PlacementReason if reason.value.startswith("local_")}
+
+
+def test_placements_and_the_limit_are_in_the_json_and_the_limit_is_null_if_unknown() -> None:
+    told = status()
+    assert (to_json(told)["placements"], to_json(told)["local_prefill_max_tokens"]) == ({}, None)
+    told.local_prefill_max_tokens = 0
+    found = to_json(told, placements={"local_sooner": 2})
+    assert (found["placements"], found["local_prefill_max_tokens"]) == ({"local_sooner": 2}, 0)
 
 
 def test_links_that_are_down_inside_a_pool_or_to_a_worker_that_left_are_not_shown() -> None:
@@ -120,6 +171,7 @@ async def test_routers_that_are_absent_or_of_another_version_do_not_hurt(
     controller: tuple[Controller, Admin],
 ) -> None:
     servicer, admin = controller
-    assert await fetch_health(admin) == {}
+    assert await fetch_views(admin) == []
     servicer.answers = [{"version": 99}]
-    assert await fetch_health(admin) == {}
+    assert await fetch_views(admin) == []
+    assert (health_of([]), placements_of([])) == ({}, {})

@@ -20,7 +20,7 @@ from cluster.cli.top.frame import TopFrame, build, parse_snapshot
 from cluster.cli.top.overview import block_bar, overview, sparkline
 from cluster.cli.top.request_screen import RequestScreen
 from cluster.cli.top.source import FrameSource
-from cluster.cli.top.tables import REQUESTS, WORKERS, Order, arranged, number, seconds
+from cluster.cli.top.tables import FLOWS, REQUESTS, WORKERS, Order, arranged, number, seconds
 from router.dashboard import snapshot as shape
 from tandem.errors import NotFound, UnavailableError
 from tandem.rpc.grpc_errors import abort
@@ -132,6 +132,12 @@ class TestTables:
         rows = view().requests
         assert [each.completion_tokens for each in arranged(rows, REQUESTS, "DECODE-0 no", Order())] == [2]
         assert arranged(rows, REQUESTS, "nothing like it", Order()) == []
+
+    def test_a_worker_whose_id_names_another_role_is_shown_with_the_one_of_the_row(self) -> None:
+        flow = shape.FlowRow("decode-1", "prefill-1")
+        assert [column.text(flow) for column in FLOWS[:2]] == ["decode-1 (prefill)", "prefill-1 (decode)"]
+        path = next(each for each in REQUESTS if each.title == "path")
+        assert path.text(request(1, prefill_worker="", decode_worker="prefill-1")) == "prefill-1 (decode)"
 
     def test_what_is_not_known_sorts_last_either_way(self) -> None:
         column = next(n for n, each in enumerate(REQUESTS) if each.title == "TTFT")

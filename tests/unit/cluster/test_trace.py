@@ -102,6 +102,13 @@ def test_failed_attempts_say_their_cause() -> None:
     assert "attempt 2: prefill-0 → decode-0" in text
 
 
+def test_a_worker_whose_id_names_another_role_is_told_with_the_one_it_had_for_the_request() -> None:
+    local = trace_pb2.Attempt(decode_worker="prefill-1")
+    assert "prefill-1 (decode), without a handoff" in drawn(fixed(attempts=[local]))
+    handed = trace_pb2.Attempt(prefill_worker="prefill-0", decode_worker="prefill-1")
+    assert "prefill-0 → prefill-1 (decode)" in drawn(fixed(attempts=[handed]))
+
+
 def test_a_request_that_no_worker_saw_is_shown_too() -> None:
     assert "no worker received it" in "\n".join(drawn(fixed(attempts=[], state="cancelled")))
 
@@ -135,11 +142,14 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     )
     workers = [
         cluster_pb2.WorkerStatus(
-            info=cluster_pb2.WorkerInfo(worker_id=name, role=cluster_pb2.ROLE_PREFILL),
+            info=cluster_pb2.WorkerInfo(worker_id=name, role=role),
             state="ready",
             live=worker_pb2.WorkerState(links=[link]),
         )
-        for name, link in (("prefill-0", measured), ("decode-0", unmeasured))
+        for name, role, link in (
+            ("prefill-0", cluster_pb2.ROLE_PREFILL, measured),
+            ("decode-0", cluster_pb2.ROLE_DECODE, unmeasured),
+        )
     ]
     console = recording(100)
     show_status(cluster_pb2.ClusterStatus(workers=workers), console)

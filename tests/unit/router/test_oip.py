@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
+from tandem.config.spec import RouterSpec
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
@@ -78,7 +80,10 @@ async def test_liveness_readiness_and_metadata(bare: Cluster, stub: oip_grpc.GRP
     assert not (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL, version="2"))).ready
     assert not (await stub.ModelReady(oip.ModelReadyRequest(name="nope"))).ready
     server = await stub.ServerMetadata(oip.ServerMetadataRequest())
-    assert (server.name, list(server.extensions)) == ("tandem", ["model_stream_infer"])
+    assert (server.name, list(server.extensions)) == (
+        "tandem",
+        ["model_stream_infer", "model_configuration", "statistics"],
+    )
     model = await stub.ModelMetadata(oip.ModelMetadataRequest(name=MODEL))
     assert (model.name, list(model.versions), model.platform) == (MODEL, ["1"], "tandem")
     assert {tensor.name for tensor in model.inputs} >= {"text_input", "input_ids"}
@@ -104,6 +109,95 @@ async def test_sampling_may_be_a_json_tensor(cluster: Cluster, stub: oip_grpc.GR
     request = text_request()
     request.inputs.append(bytes_tensor("sampling_parameters", json.dumps({"stop": ["STOP"], "top_p": 0.5}).encode()))
     assert outputs(await stub.ModelInfer(request))["text_output"] == "one "
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+async def test_text_with_a_batch_dimension_of_one_is_taken_as_one_text(
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub, is_raw: bool
+) -> None:
+    cluster.says("Hello")
+    request = text_request()
+    request.inputs[0].shape[:] = [1, 1]
+    if is_raw:
+        request.inputs[0].ClearField("contents")
+        request.raw_input_contents.append(struct.pack("<I", 2) + b"Hi")
+    reply = await stub.ModelInfer(request)
+    texts = {output.name: list(output.shape) for output in reply.outputs}
+    assert texts["text_output"] == [1]
+    [work] = cluster.decode.works.values()
+    prompt = list(work.prompt)
+    await stub.ModelInfer(text_request())
+    assert [list(each.prompt) for each in cluster.decode.works.values()] == [prompt] * 2
+
+
+async def test_the_configuration_has_the_tensors_of_the_metadata(stub: oip_grpc.GRPCInferenceServiceAsyncStub) -> None:
+    config = (await stub.ModelConfig(oip.ModelConfigRequest(name=MODEL, version="1"))).config
+    metadata = await stub.ModelMetadata(oip.ModelMetadataRequest(name=MODEL))
+    types = {"BYTES": oip.TYPE_STRING, "INT32": oip.TYPE_INT32, "INT64": oip.TYPE_INT64}
+    told = [
+        *((each.name, each.data_type, list(each.dims)) for each in config.input),
+        *((each.name, each.data_type, list(each.dims)) for each in config.output),
+    ]
+    assert told == [
+        (each.name, types[each.datatype], list(each.shape)) for each in [*metadata.inputs, *metadata.outputs]
+    ]
+    assert (config.name, config.platform, config.backend, config.max_batch_size) == (MODEL, "tandem", "tandem", 0)
+    assert all(each.optional for each in config.input)
+    assert config.model_transaction_policy.decoupled
+
+
+async def test_statistics_count_what_was_answered_and_nothing_that_was_cancelled(
+    cluster: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub
+) -> None:
+    started_s = time.time()
+    [before] = (await stub.ModelStatistics(oip.ModelStatisticsRequest())).model_stats
+    assert before == oip.ModelStatistics(name=MODEL, version="1")
+    for _ in range(2):
+        await stub.ModelInfer(text_request())
+    cluster.prefill.behaviour.hold_prefills = True
+    cancelled = stub.ModelInfer(text_request())
+    held = asyncio.ensure_future(cancelled)
+    await until(lambda: len(cluster.prefill.frames("prefill")) == 3)
+    cancelled.cancel()
+    await asyncio.gather(held, return_exceptions=True)
+    await until(lambda: cluster.ends("cancelled") == 1)
+    [counted] = (await stub.ModelStatistics(oip.ModelStatisticsRequest(name=MODEL, version="1"))).model_stats
+    stats = counted.inference_stats
+    assert counted.inference_count == stats.success.count == stats.queue.count == stats.compute_infer.count == 2
+    assert 0 < stats.compute_infer.ns < stats.success.ns
+    assert stats.success.ns == pytest.approx(stats.queue.ns + stats.compute_infer.ns, abs=4)
+    assert stats.fail == oip.StatisticDuration()
+    assert round(1000 * started_s) <= counted.last_inference <= round(1000 * time.time())
+
+
+class TestShortQueue:
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(http_port=0, grpc_port=0, queue_timeout_s=0.3)
+
+    async def test_statistics_count_what_was_refused_with_its_time_until_then(
+        self, bare: Cluster, stub: oip_grpc.GRPCInferenceServiceAsyncStub
+    ) -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.ModelInfer(text_request())
+        assert bare.ends("rejected") == 1
+        [counted] = (await stub.ModelStatistics(oip.ModelStatisticsRequest(name=MODEL))).model_stats
+        assert (counted.inference_count, counted.inference_stats.fail.count) == (0, 1)
+        assert counted.inference_stats.fail.ns >= 0.3e9
+        assert counted.last_inference > 0
+
+
+async def test_configuration_and_statistics_of_an_unknown_model_or_version_are_refused(
+    stub: oip_grpc.GRPCInferenceServiceAsyncStub,
+) -> None:
+    for name, version, error in (("nope", "", ModelNotFound), (MODEL, "2", NotFound)):
+        for ask in (
+            stub.ModelConfig(oip.ModelConfigRequest(name=name, version=version)),
+            stub.ModelStatistics(oip.ModelStatisticsRequest(name=name, version=version)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask
+            assert isinstance(error_from_rpc(caught.value), error)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +274,7 @@ async def test_an_idle_stream_does_not_count_as_a_running_call(cluster: Cluster)
         return
         yield
 
-    edge = OipEdge(cluster.app.service, limit, cast(KeyedCalls, None))
+    edge = OipEdge(cluster.app.service, limit, cast(KeyedCalls, None), lambda model: oip.ModelStatistics())
     context = SimpleNamespace(invocation_metadata=lambda: ())
     idle = asyncio.ensure_future(anext(edge.ModelStreamInfer(nothing(), context), None))
     await asyncio.sleep(0.05)

@@ -228,6 +228,24 @@ async def test_calls_and_results_go_back_to_the_model(cluster: Cluster) -> None:
     assert text.index('"city": "Paris"') < text.index("<tool_response>\nIt rains.\n</tool_response>")
 
 
+async def test_what_an_sdk_has_read_from_an_answer_goes_back_without_effect(cluster: Cluster) -> None:
+    prompts = []
+    for parsed, arguments in (({}, {}), ({"parsed": None}, {"parsed_arguments": {"city": "Oslo"}})):
+        call = {"name": "get_weather", "arguments": '{"city": "Paris"}'} | arguments
+        history = [
+            *HI,
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
+            | parsed,
+            {"role": "tool", "tool_call_id": "c1", "content": "It rains."},
+        ]
+        says(cluster, "Rain.")
+        await chat(cluster, messages=history)
+        prompts.append(prompt(cluster))
+    assert prompts[0] == prompts[1]
+    assert "Paris" in prompts[1]
+    assert "Oslo" not in prompts[1]
+
+
 BROKEN = {"name": "f", "arguments": "{"}
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
 

@@ -121,6 +121,7 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Cluster
     )
     for ask in (
         stub.ModelMetadata(oip.ModelMetadataRequest(name=MODEL), metadata=metadata),
+        stub.ModelConfig(oip.ModelConfigRequest(name=MODEL), metadata=metadata),
         stub.ModelInfer(oip.ModelInferRequest(model_name=MODEL, inputs=[text]), metadata=metadata),
         cluster.inference.Tokenize(pb.TokenizeRequest(model=MODEL, prompt="x"), metadata=metadata),
         cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=metadata).read(),
@@ -128,6 +129,19 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Cluster
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await ask
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_statistics_of_all_tenants_need_an_admin_key_and_the_configuration_any(
+    cluster: Cluster, keys: Keys
+) -> None:
+    stub = oip_grpc.GRPCInferenceServiceStub(cluster.channel)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.ModelStatistics(oip.ModelStatisticsRequest(), metadata=keys.metadata("acme"))
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    told = await stub.ModelStatistics(oip.ModelStatisticsRequest(), metadata=keys.metadata("operator"))
+    assert [each.name for each in told.model_stats] == [MODEL]
+    asked = oip.ModelConfigRequest(name=MODEL)
+    assert (await stub.ModelConfig(asked, metadata=keys.metadata("acme"))).config.name == MODEL
 
 
 async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster: Cluster, keys: Keys) -> None:
