@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,6 +21,13 @@ Tools = Mapping[str, Schema]  # the JSON Schema of each tool's arguments
 # One space after `,` and `:`, and no other white space, which a model could write without end.
 _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "(.|\\n)*"
+# What the schema of an object may have where each property has a text of its own.
+_OF_OBJECTS = frozenset(
+    [
+        "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description",
+        "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id",
+    ]
+)  # fmt: skip
 INPUT = "input"  # the only argument of a custom tool
 
 
@@ -74,6 +81,20 @@ class GrammarText(dict[str, Any]):
         return self._regex
 
 
+class FreeValue(dict[str, Any]):
+    """The schema of any value."""
+
+
+class FreeArguments(dict[str, Any]):
+    """The schema of arguments that need not satisfy the tool's: any object. Formats that have a text for each property
+    write those of the tool, none of them required."""
+
+    def __init__(self, tool: Schema) -> None:
+        super().__init__(type="object")
+        properties = tool.get("properties")
+        self.names = [*properties] if isinstance(properties, Mapping) else []
+
+
 class Lark:
     """Rules of one grammar."""
 
@@ -87,6 +108,13 @@ class Lark:
         """Its name."""
         name = f"r{len(self._lines)}"
         self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def recursive(self, body: Callable[[str], str]) -> str:
+        """The name of a rule, of whose name `body` makes its expression."""
+        name = f"r{len(self._lines)}"
+        self._lines.append("")
+        self._lines[int(name[1:])] = f"{name}: {body(name)}"
         return name
 
     def text(self, text: str) -> str:
@@ -154,11 +182,35 @@ class Lark:
         return self._terminal(f"/{text}/{without}")
 
 
-def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """(name, schema, whether it is required) of each property of a tool, for formats that have a text for each."""
+def parameters(schema: Schema, readable: re.Pattern[str], where: str) -> list[tuple[str, Schema, bool]]:
+    """(name, schema, whether it is required) of each property, for formats that have a text for each.
+
+    Raises InputError for what such a format cannot write, or could not be held to: a name that is not `readable`,
+    another keyword of the object.
+    """
+    if isinstance(schema, FreeArguments):
+        return [(name, FreeValue(), False) for name in schema.names if readable.fullmatch(name)]
     properties, required = schema.get("properties", {}), schema.get("required", ())
+    if not isinstance(properties, Mapping) or not all(isinstance(each, Mapping | bool) for each in properties.values()):
+        raise InputError(f"tools: {where}: properties: expected an object of schemas", field="tools")
+    if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
+        raise InputError(f"tools: {where}: required: expected a list of names", field="tools")
     if unknown := [each for each in required if each not in properties]:
-        raise InputError(f"tools: the schema requires {unknown[0]!r}, which is not in its properties", field="tools")
+        raise InputError(
+            f"tools: {where}: the schema requires {unknown[0][:80]!r}, which is not in its properties", field="tools"
+        )
+    if strange := next((each for each in schema if each not in _OF_OBJECTS), None):
+        raise InputError(
+            f"tools: {where}: this model's calls are not JSON, and the schema of such an object may only have "
+            f"properties, required and $defs; leave {strange[:40]!r} out",
+            field="tools",
+        )
+    if unreadable := next((each for each in properties if not readable.fullmatch(each)), None):
+        raise InputError(
+            f"tools: {where}: {unreadable[:80]!r} cannot be the name of a property in this model's calls; use letters, "
+            "digits and _",
+            field="tools",
+        )
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
         (name, _with(each, definitions) if isinstance(each, Mapping) else {}, name in required)

@@ -8,7 +8,7 @@ from typing import Any
 
 from router.model_formats.custom_input import input_schema
 from router.model_formats.formats.harmony import HARMONY
-from router.model_formats.grammar import GrammarText, Mode, Schema, Tools
+from router.model_formats.grammar import FreeArguments, GrammarText, Mode, Schema, Tools
 from router.model_formats.parser import AnswerParser, grammar, kept_tokens
 from router.model_formats.registry import Formats
 from router.texts.chat import THINKING, Chat, ToolUse, described
@@ -19,7 +19,6 @@ from tandem.text.chat_template import ChatTemplate
 from tandem.text.special_texts import SpecialTexts
 from tandem.text.tokenizer import Tokenizer
 
-_ANY_OBJECT: Schema = {"type": "object"}
 _RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -156,7 +155,7 @@ class ChatModel:
                     parts.append(text.plain)
                     continue
                 must_fit = tool.is_strict or mode is Mode.REQUIRED
-                schemas[tool.name] = tool.schema if must_fit else _ANY_OBJECT
+                schemas[tool.name] = tool.schema if must_fit else FreeArguments(tool.schema)
                 parts.append(json_schema(schemas[tool.name], tool.where))
         start = grammar(
             self._formats,

@@ -77,7 +77,7 @@ def in_json_string(lark: str) -> str:
         return _rewritten(tokens, _Terminals())
     if any(text in ("%ignore", "&") for _, text in tokens):
         raise ValueError(
-            'beside %ignore or &, only one terminal may have characters that JSON escapes (control characters, " and \\)'
+            "beside %ignore or &, only one terminal may have characters that JSON escapes, such as quotes"
         )
     return _rewritten(tokens, _Characters())
 

@@ -14,11 +14,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.model_formats.grammar import GrammarText, Lark, Schema, Section, Tools, length, parameters, separated
+from router.model_formats.grammar import (
+    FreeValue,
+    GrammarText,
+    Lark,
+    Schema,
+    Section,
+    Tools,
+    length,
+    parameters,
+    separated,
+)
 from router.model_formats.reader import Reader, Steps
 from router.model_formats.shapes.tool_format import ToolFormat
 from router.model_formats.shapes.typed import types_of
-from router.model_formats.shapes.values import Dialect, value
+from router.model_formats.shapes.values import KEY_CHARS, Dialect, value
 from tandem.errors import InputError
 
 _NAME = re.compile(r"[\w.-]+")
@@ -62,13 +72,15 @@ class GemmaCalls(ToolFormat):
     def _object(self, lark: Lark, schema: Schema, where: str, depth: int) -> str:
         pieces = [
             (f"{lark.text(key + ':')} {self._value(lark, each, f'{where}/{key}', depth + 1)}", must)
-            for key, each, must in parameters(schema)
+            for key, each, must in parameters(schema, KEY_CHARS, where)
         ]
         return lark.rule(f'"{{" {separated(lark, pieces, ",")} "}}"')
 
     def _value(self, lark: Lark, schema: Schema, where: str, depth: int) -> str:
         if isinstance(schema, GrammarText):
             return f"{lark.text(self.mark)} {lark.until(self.mark, schema.bare)}"
+        if isinstance(schema, FreeValue):
+            return self._any(lark)
         types = types_of({"properties": {"": schema}}, "")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and all(isinstance(each, str) for each in values):
@@ -88,6 +100,17 @@ class GemmaCalls(ToolFormat):
             f"tools: {where}: this model's calls are not JSON, and a strict schema of type string may only have enum, "
             f"const, minLength and maxLength, an array items, an object properties; got {json.dumps(schema)[:100]}",
             field="tools",
+        )
+
+    def _any(self, lark: Lark) -> str:
+        """Any value: rules of their own, which refer to each other."""
+        text = f"{lark.text(self.mark)} {lark.until(self.mark)}"
+        scalar = lark.json({"type": ["number", "boolean", "null"]})
+        return lark.recursive(
+            lambda value: (
+                f'{text} | {scalar} | "[" ({value} ("," {value})*)? "]"'
+                f' | "{{" (/{KEY_CHARS.pattern}/ ":" {value} ("," /{KEY_CHARS.pattern}/ ":" {value})*)? "}}"'
+            )
         )
 
 

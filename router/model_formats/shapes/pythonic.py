@@ -42,7 +42,10 @@ class PythonicCalls(ToolFormat):
     def section(self, lark: Lark, tools: Tools) -> Section:
         calls = []
         for name, schema in tools.items():
-            pieces = [(f"{lark.text(key + '=')} {lark.json(each)}", must) for key, each, must in parameters(schema)]
+            pieces = [
+                (f"{lark.text(key + '=')} {lark.json(each)}", must)
+                for key, each, must in parameters(schema, _NAME, name)
+            ]
             calls.append(f"{lark.text(name + '(')} {separated(lark, pieces, ', ')} {lark.text(')')}")
         call = lark.one_of(calls)
         end = lark.text("]" + self.end)

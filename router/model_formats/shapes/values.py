@@ -35,7 +35,7 @@ _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _NUMBER_CHARS = re.compile(r"[-+.0-9eE]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD_CHARS = re.compile(r"[A-Za-z]+")
-_KEY_CHARS = re.compile(r"[^\s:{}\[\],<>\"']+")
+KEY_CHARS = re.compile(r"[^\s:{}\[\],<>\"']+")
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _ESCAPES = {
     **{char: "\\" + char for char in '"\\/bfnrt'},
@@ -197,7 +197,7 @@ def _members(reader: Reader, give: Give, dialect: Dialect, depth: int) -> Steps[
 
 def _key(reader: Reader, give: Give, dialect: Dialect) -> Steps[bool]:
     if dialect.mark and (yield from reader.peek()) != dialect.mark[0]:
-        key = yield from reader.run(_KEY_CHARS, 256)
+        key = yield from reader.run(KEY_CHARS, 256)
         if not key:
             return False
         give(json.dumps(key, ensure_ascii=False))

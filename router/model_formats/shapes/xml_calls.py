@@ -12,7 +12,17 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from router.model_formats.grammar import GrammarText, Lark, Schema, Section, Tools, length, optional, parameters
+from router.model_formats.grammar import (
+    FreeValue,
+    GrammarText,
+    Lark,
+    Schema,
+    Section,
+    Tools,
+    length,
+    optional,
+    parameters,
+)
 from router.model_formats.reader import Events, Markers, Reader, Steps
 from router.model_formats.shapes.tool_format import ToolFormat
 from router.model_formats.shapes.typed import json_of, types_of
@@ -150,7 +160,7 @@ class XmlCalls(ToolFormat):
 
     def _call_rule(self, lark: Lark, name: str, schema: Schema) -> str:
         pieces = []
-        for key, each, is_required in parameters(schema):
+        for key, each, is_required in parameters(schema, _KEY, name):
             line = self.line if self.is_line_written or isinstance(each, GrammarText) else ""
             head = lark.text("\n" + self.key + key + "\n".join(self.key_ends) + line)
             value = self._value_rule(lark, each, types_of(schema, key), line + self.value_end, where=f"{name}: {key}")
@@ -160,11 +170,20 @@ class XmlCalls(ToolFormat):
     def _value_rule(self, lark: Lark, schema: Schema, types: frozenset[str], end: str, where: str) -> str:
         if isinstance(schema, GrammarText):
             return lark.until(self.value_end, schema.bare, before=end.removesuffix(self.value_end))
+        if isinstance(schema, FreeValue):
+            return lark.until(self.value_end, before=end.removesuffix(self.value_end))
         if "string" not in types:
             return f"{lark.json(schema)} {lark.text(end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             written = [each if isinstance(each, str) else json.dumps(each) for each in values]
+            for each, text in zip(values, written, strict=True):
+                if json.loads(json_of(text, types)) != each:
+                    raise InputError(
+                        f"tools: {where}: the model writes this value as bare text, which reads {text[:40]!r} as "
+                        "another type; give all values of enum one type",
+                        field="tools",
+                    )
             return f"({' | '.join(map(lark.text, written))}) {lark.text(end)}"
         if types != {"string"} or not _STRING_KEYWORDS.isdisjoint(schema) or "$ref" in schema:
             raise InputError(

@@ -12,7 +12,7 @@ import pytest
 
 from router.model_formats.custom_input import InputDecoder, input_schema
 from router.model_formats.events import CallArguments
-from router.model_formats.grammar import GrammarText, Mode
+from router.model_formats.grammar import FreeArguments, GrammarText, Mode
 from router.model_formats.parser import AnswerParser, grammar
 from router.model_formats.reasoning import REASONINGS
 from router.model_formats.registry import TOOL_FORMATS, Formats
@@ -224,6 +224,45 @@ def test_what_a_format_cannot_write_is_refused(format: str, schema: dict[str, An
     tools = {"pick": {"type": "object", "properties": {"code": schema}}}
     with pytest.raises(InputError, match=r"pick.*code"):
         of(format, Mode.REQUIRED, tools=tools)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("format", WRITERS)
+def test_arguments_that_need_not_fit_are_free(model: Model, format: str, mode: Mode) -> None:
+    """The model may leave out what is required, and write values of other types."""
+    made = of(format, mode, tools={name: FreeArguments(schema) for name, schema in TOOLS.items()})
+    for arguments in (PARIS, NESTED, {"city": "Paris"}, {"days": 2}, {"city": 7, "days": "two"}, {}):
+        assert model.allows(made, written(format, ("get_weather", arguments))), arguments
+    assert not model.allows(made, written(format, ("launch", {})))
+
+
+NOT_JSON = ("function_gemma", "gemma4", "glm", "minimax_m2", "qwen3_coder", "llama4_pythonic", "pythonic")
+
+
+@pytest.mark.parametrize("format", NOT_JSON)
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}]}, "leave 'anyOf' out"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, r"leave '\$ref' out"),
+        ({"type": "object", "minProperties": 1}, "leave 'minProperties' out"),
+        ({"properties": {"a<b": {"type": "integer"}, "my key:": {"type": "integer"}}}, "cannot be the name"),
+        ({"properties": None}, "properties: expected an object of schemas"),
+        ({"properties": [1]}, "properties: expected an object of schemas"),
+        ({"properties": {"a": 1}}, "properties: expected an object of schemas"),
+        ({"properties": {}, "required": None}, "required: expected a list of names"),
+        ({"properties": {}, "required": [{}]}, "required: expected a list of names"),
+    ],
+)
+def test_what_objects_cannot_be_held_to_is_refused(format: str, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=f"^tools: pick: .*{reason}"):
+        of(format, Mode.REQUIRED, tools={"pick": schema})
+
+
+@pytest.mark.parametrize("format", ["qwen3_coder", "glm", "minimax_m2"])
+def test_a_bare_value_that_reads_as_another_type_is_refused(format: str) -> None:
+    with pytest.raises(InputError, match=r"pick: code: .*reads '1' as another type"):
+        of(format, Mode.REQUIRED, tools={"pick": {"properties": {"code": {"enum": ["1", 2]}}}})
 
 
 BARE = ("function_gemma", "gemma4", "glm", "minimax_m2", "qwen3_coder")  # formats that write strings without escapes
