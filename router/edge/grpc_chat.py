@@ -11,6 +11,7 @@ from router.model_formats.events import CallArguments, CallStarted, Event, Reaso
 from router.model_formats.grammar import Mode
 from router.requests.answers import AnswerReader
 from router.texts.chat import (
+    EFFORTS,
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -26,6 +27,7 @@ from tandem.errors import InputError
 from tandem.request import check_length
 from tandem.v1 import inference_pb2 as pb
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _MODES = {pb.ToolChoice.MODE_AUTO: Mode.AUTO, pb.ToolChoice.MODE_NONE: None, pb.ToolChoice.MODE_REQUIRED: Mode.REQUIRED}
 
 
@@ -36,25 +38,34 @@ def chat_of(chat: pb.ChatMessages) -> Chat:
     calls: set[str] = set()
     messages = tuple(_message(each, calls, f"chat.messages.{index}") for index, each in enumerate(chat.messages))
     effort = chat.reasoning_effort or None
+    if effort is not None and effort not in EFFORTS:
+        raise InputError(
+            f"reasoning_effort: expected one of {', '.join(EFFORTS)}, got {effort[:40]!r}", field="reasoning_effort"
+        )
     return Chat(messages, _use(chat), _settings(chat.template_settings), effort, settings_field="template_settings")
 
 
 def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
     """`calls`: ids of the calls before it, to which its own are added."""
+    if given.role not in ROLES:
+        raise InputError(
+            f"{where}.role: expected {', '.join(ROLES[:-1])} or {ROLES[-1]}, got {given.role[:40]!r}",
+            field=f"{where}.role",
+        )
+    for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
+        if getattr(given, name) and given.role != role:
+            raise InputError(f"{where}.{name}: expected only with role {role!r}", field=f"{where}.{name}")
     if given.role == "tool":
         return tool_result(given.tool_call_id, calls, given.content, f"{where}.tool_call_id")
     check_length(f"{where}.tool_calls", len(given.tool_calls), MAX_CALLS)
     more: dict[str, Any] = {"reasoning_content": given.reasoning} if given.reasoning else {}
     if given.tool_calls:
-        if given.role != "assistant":
-            field = f"{where}.tool_calls"
-            raise InputError(f"{field}: expected only with role 'assistant'", field=field)
         more["tool_calls"] = [
             tool_call(call.id, call.name, call.arguments, f"{where}.tool_calls.{number}.arguments")
             for number, call in enumerate(given.tool_calls)
         ]
         calls.update(call.id for call in given.tool_calls)
-    return Message(given.role, given.content, more)
+    return Message("system" if given.role == "developer" else given.role, given.content, more)
 
 
 def _use(chat: pb.ChatMessages) -> ToolUse | None:

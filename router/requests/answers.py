@@ -89,12 +89,15 @@ class WholeAnswer:
     def __init__(self) -> None:
         self._text = StringIO(newline="")  # changes no line end
         self.tokens: list[OutToken] = []  # with logprobs
+        self.pieces: list[TextPiece] = []  # if their tokens have logprobs
         self.reason: FinishReason | None = None
 
     def add(self, arrival: Arrival) -> None:
         for piece in arrival.pieces:
             self._text.write(piece.text)
             self.tokens += [token for token in piece.tokens if token.logprob is not None]
+            if self.tokens:
+                self.pieces.append(piece)
         if arrival.final is not None:
             self.reason = arrival.final.reason
 

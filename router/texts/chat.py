@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from router.model_formats.custom_input import input_schema
 from router.model_formats.grammar import INPUT, Mode, Schema
 from tandem.errors import InputError
 from tandem.grammar.constraint import TextGrammar, any_schema
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CALLS = 256  # of one message

@@ -76,9 +76,7 @@ def in_json_string(lark: str) -> str:
     if _count_escaped(tokens) < 2:
         return _rewritten(tokens, _Terminals())
     if any(text in ("%ignore", "&") for _, text in tokens):
-        raise ValueError(
-            "beside %ignore or &, only one terminal may have characters that JSON escapes, such as quotes"
-        )
+        raise ValueError("beside %ignore or &, only one terminal may have characters that JSON escapes, such as quotes")
     return _rewritten(tokens, _Characters())
 
 

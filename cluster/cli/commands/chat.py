@@ -19,6 +19,7 @@ from tandem.v1 import inference_pb2
 
 DEFAULT_MAX_TOKENS = 1024
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as of a shell
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 _HINT = "Ctrl-C ends an answer. /clear forgets the conversation. /bye or Ctrl-D ends it."
 
 
@@ -112,10 +113,10 @@ class Conversation:
         try:
             async for event in events:
                 if event.chunk.reasoning and sys.stdout.isatty():
-                    print(f"\x1b[2m{event.chunk.reasoning}\x1b[22m", end="", flush=True)
+                    print(f"\x1b[2m{_shown(event.chunk.reasoning)}\x1b[22m", end="", flush=True)
                 if event.chunk.text:
                     answer.append(event.chunk.text)
-                    print(event.chunk.text, end="", flush=True)
+                    print(_shown(event.chunk.text), end="", flush=True)
                 tokens += len(event.chunk.token_ids)
                 is_over = self._options.max_tokens is None and tokens >= DEFAULT_MAX_TOKENS
                 is_at_limit = is_over or event.finished.reason == inference_pb2.FINISH_REASON_LENGTH
@@ -153,6 +154,11 @@ def _talk(chat: Conversation) -> None:
             chat.note("The answer was ended.")
         except TandemError as error:
             chat.note(f"error: {error.message}", style="red")
+
+
+def _shown(text: str) -> str:
+    """Without what would steer a terminal."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 async def _open(address: str, ca: str | None) -> grpc.aio.Channel:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Json, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of, unsupported
+from router.edge.openai.strict_model import Items, StrictModel, type_of, unsupported
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema, json_schema_text, regex
 from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
@@ -32,8 +32,8 @@ class StructuralTag(StrictModel):
     """As in vLLM and SGLang: free text, in which a trigger begins one of the structures."""
 
     type: Literal["structural_tag"]
-    structures: Annotated[Items[StructureFields], at_most(MAX_STRUCTURES, "structures")] | None = None
-    triggers: Annotated[Items[str], at_most(MAX_STRUCTURES, "triggers")] | None = None
+    structures: Annotated[Items[StructureFields], Field(max_length=MAX_STRUCTURES)] | None = None
+    triggers: Annotated[Items[str], Field(max_length=MAX_STRUCTURES)] | None = None
     format: object = None  # a later form of theirs
 
     def constraint(self, field: str) -> Constraint:

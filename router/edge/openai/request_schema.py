@@ -27,7 +27,7 @@ from router.edge.openai.strict_model import (
 )
 from router.edge.openai.tool_fields import ToolChoice, Tools, parsed_tools, tool_use
 from router.requests.validation import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
-from router.texts.chat import Chat
+from router.texts.chat import Chat, Effort
 from tandem.errors import InputError, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
@@ -38,7 +38,6 @@ MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
 MAX_SETTINGS = 32
 COMPLETION_TOKENS = 16  # OpenAI's default
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS)]
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None

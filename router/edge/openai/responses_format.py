@@ -81,10 +81,11 @@ class ResponsesFormat:
     def whole(self, wholes: Sequence[WholeAnswer]) -> Iterator[bytes]:
         (whole,) = wholes
         self._reason = whole.reason
-        found = [*self._reader.feed(whole.text), *self._reader.finish()]
+        read = (self._items.take(self._reader.feed(each.text), each.tokens, on_demand) for each in whole.pieces)
         events = (
             self._items.open_message() if self._reader.is_plain else (),
-            self._items.take(found, whole.tokens, on_demand),
+            *(read if whole.tokens else [self._items.take(self._reader.feed(whole.text))]),
+            self._items.take(self._reader.finish()),
             self._items.end(self._status()),
         )
         for _ in chain.from_iterable(events):

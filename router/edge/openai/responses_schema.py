@@ -124,30 +124,37 @@ def parse_items(items: Sequence[InputItem]) -> list[Message]:
     """Reasoning and calls join the assistant's message that they stand at. Raises InputError, UnsupportedField."""
     messages: list[Message] = []
     calls: set[str] = set()
-    reasoning = ""
+    thoughts: list[str] = []  # of reasoning that no message has yet
+
+    def assistant(last: Message, more: dict[str, Any]) -> Message:
+        if thoughts:
+            earlier = last.more.get("reasoning_content")
+            more = {"reasoning_content": "\n".join(filter(None, [earlier, *thoughts])), **more}
+            thoughts.clear()
+        return replace(last, more={**last.more, **more})
+
     for index, item in enumerate(items):
         path = f"input.{index}"
         item.check(path)
-        thought: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        if thoughts and (item.type.endswith("_output") or (item.type == "message" and item.role != "assistant")):
+            messages.append(assistant(Message("assistant", ""), {}))  # it has reasoned, and said nothing
         match item.type:
             case "reasoning":
-                reasoning = _text(item.content)
-                continue
+                thoughts += filter(None, [_text(item.content)])
+            case "message" if item.role == "assistant":
+                messages.append(assistant(Message("assistant", _text(item.content)), {}))
             case "message":
-                more = thought if item.role == "assistant" else {}
-                messages.append(
-                    Message("system" if item.role == "developer" else item.role or "", _text(item.content), more)
-                )
+                messages.append(Message("system" if item.role == "developer" else item.role or "", _text(item.content)))
             case "function_call" | "custom_tool_call":
                 call = _call(item, path)
                 calls.add(item.call_id or "")
                 is_more = bool(messages) and messages[-1].role == "assistant"
                 last = messages.pop() if is_more else Message("assistant", "")
-                called = [*last.more.get("tool_calls", ()), call]
-                messages.append(replace(last, more={**last.more, **thought, "tool_calls": called}))
+                messages.append(assistant(last, {"tool_calls": [*last.more.get("tool_calls", ()), call]}))
             case "function_call_output" | "custom_tool_call_output":
                 messages.append(tool_result(item.call_id, calls, _text(item.output), f"{path}.call_id"))
-        reasoning = ""
+    if thoughts:
+        messages.append(assistant(Message("assistant", ""), {}))
     return messages
 
 
@@ -218,6 +225,8 @@ class TextFormat(StrictModel):
         """Raises InputError."""
         if self.type == "json_schema":
             return json_schema(self.schema_, "text.format.schema")
+        if self.schema_ is not None:
+            raise InputError("text.format.schema: expected only with type 'json_schema'", field="text.format.schema")
         return json_object("text.format") if self.type == "json_object" else None
 
 
