@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from router.edge.openai.request_schema import (
     MAX_TOKENS_HELP,
     CacheSalt,
-    Effort,
     StreamOptions,
     TemplateSettings,
 )
@@ -43,7 +42,18 @@ from router.edge.openai.tool_fields import (
     tool_use,
 )
 from router.requests.validation import RawRequest, RawSampling
-from router.texts.chat import MAX_MESSAGES, MAX_TOOLS, Chat, Message, Tool, ToolUse, custom_call, tool_call, tool_result
+from router.texts.chat import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Chat,
+    Effort,
+    Message,
+    Tool,
+    ToolUse,
+    custom_call,
+    tool_call,
+    tool_result,
+)
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_object, json_schema
 from tandem.request import MAX_LOGPROBS
