@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator
 from pydantic import ValidatorFunctionWrapHandler as Handler
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from router.edge.limits.json import check_body
 from router.edge.openai.chat_messages import Messages, parse_messages
@@ -322,14 +322,16 @@ def _input_error(error: ValidationError) -> InputError:
     faults = error.errors(include_url=False)
     # The client meant the branch of a union that validated deepest.
     same = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
-    depth = max(len(_path(each["loc"])) for each in same)
-    deepest = [each for each in same if len(_path(each["loc"])) == depth]
-    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(deepest[0]["loc"])) or None
+    depth = max(len(_path(each)) for each in same)
+    deepest = [each for each in same if len(_path(each)) == depth]
+    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(deepest[0])) or None
     return field_error(field, deepest)
 
 
-def _path(loc: tuple[int | str, ...]) -> list[str]:
-    return [str(part) for part in loc if not _is_union_branch(part)]
+def _path(fault: ErrorDetails) -> list[str]:
+    places = fault["loc"]
+    key = len(places) - 1 if fault["type"] == "extra_forbidden" else None  # the client's, whatever it is called
+    return [str(part) for number, part in enumerate(places) if number == key or not _is_union_branch(part)]
 
 
 _MODELS = ("TextPart", "TextContent", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")

@@ -30,6 +30,7 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: expected at most 20, got 21", "invalid_value"),
         ({"stop": 5}, "stop: expected a string or a list, got 5", "invalid_type"),
         ({"colour": "red"}, "colour: unknown field; leave it out", "unknown_parameter"),
+        ({"Format": 1}, "Format: unknown field; leave it out", "unknown_parameter"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0.type: expected 'text', got 'image_url'",
