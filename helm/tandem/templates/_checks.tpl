@@ -53,8 +53,46 @@
 {{- if and .Values.auth.existingSecret (not .Values.test.apiKeySecret.name) -}}
 {{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, because auth.existingSecret is set" -}}
 {{- end -}}
+{{- include "tandem.checkPods" . -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
+{{- end -}}
+
+{{- /* Names in `pod` values that are the chart's: Kubernetes would take one of the two, or refuse the pod. */ -}}
+{{- define "tandem.checkPods" -}}
+{{- $taken := dict
+  "env" (list "POD_IP" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
+  "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls")
+  "containers" (list "ray-head" "ray-node" "valkey")
+  "initContainers" (list "ray-head" "ray-node" "valkey") -}}
+{{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" -}}
+{{- range $where, $pod := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
+{{- range $kind, $names := $taken -}}
+{{- range $number, $each := get $pod $kind | default list -}}
+{{- if or (has $each.name $names) (hasPrefix "pull-model-" $each.name) -}}
+{{- fail (printf "%s.%s[%d].name: expected another name than %s, which the chart uses itself" $where $kind $number $each.name) -}}
+{{- end -}}
+{{- if and (eq $kind "env") (hasPrefix "TANDEM_" $each.name) -}}
+{{- fail (printf "%s.env[%d].name: expected no TANDEM_ variable, got %s: it would override the cluster spec unchecked; set the key in cluster" $where $number $each.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $number, $each := $pod.volumeMounts | default list -}}
+{{- if has (trimSuffix "/" $each.mountPath) $paths -}}
+{{- fail (printf "%s.volumeMounts[%d].mountPath: expected another path than %s, where the chart mounts a volume itself" $where $number $each.mountPath) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := $pod.labels | default dict -}}
+{{- if or (hasPrefix "app.kubernetes.io/" $key) (hasPrefix "helm.sh/" $key) -}}
+{{- fail (printf "%s.labels: expected other keys than %s: the chart selects its pods by such labels" $where $key) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := $pod.annotations | default dict -}}
+{{- if eq $key "checksum/config" -}}
+{{- fail (printf "%s.annotations: expected other keys than checksum/config, which the chart sets itself" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Exposure beyond the cluster's network needs authentication or an explicit mode: none, as `tandem up` does beyond loopback. */ -}}

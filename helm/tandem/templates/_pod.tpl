@@ -21,6 +21,52 @@
 {{- end }}
 {{- end -}}
 
+{{- /* What `pod` values add to the pods of a component (head, node or valkey), as JSON. With node.onHead the head pod is a node
+too: it gets node.pod, and then head.pod. Args: (root, component). */ -}}
+{{- define "tandem.pod" -}}
+{{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
+{{- $sources := list -}}
+{{- if eq $component "valkey" }}{{ $sources = list $values.redis.valkey.pod }}{{ end -}}
+{{- if or (eq $component "node") (and (eq $component "head") $values.node.onHead) }}{{ $sources = list $values.node.pod }}{{ end -}}
+{{- if eq $component "head" }}{{ $sources = append $sources $values.head.pod }}{{ end -}}
+{{- $found := dict -}}
+{{- range $source := $sources -}}
+{{- range $key, $value := $source -}}
+{{- if kindIs "slice" $value -}}
+{{- $_ := set $found $key (concat (get $found $key | default list) $value) -}}
+{{- else if kindIs "map" $value -}}
+{{- $_ := set $found $key (mergeOverwrite (deepCopy (get $found $key | default dict)) $value) -}}
+{{- else if $value -}}
+{{- $_ := set $found $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+
+{{- /* One list of the above, or nothing. Args: (root, component, key). */ -}}
+{{- define "tandem.podList" -}}
+{{- with get (include "tandem.pod" . | fromJson) (index . 2) }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- /* podAnnotations and those of pod values. Args: (root, component). */ -}}
+{{- define "tandem.podAnnotations" -}}
+{{- with mergeOverwrite (deepCopy (index . 0).Values.podAnnotations) (get (include "tandem.pod" . | fromJson) "annotations" | default dict) }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- /* The settings of a pod that stand beside its containers. Args: (root, component). */ -}}
+{{- define "tandem.podSettings" -}}
+{{- $pod := include "tandem.pod" . | fromJson -}}
+{{- range $key := list "priorityClassName" "schedulerName" "hostNetwork" "dnsPolicy" "dnsConfig" "hostAliases" "resourceClaims" }}
+{{- with get $pod $key }}
+{{ dict $key . | toYaml }}
+{{- end }}
+{{- end }}
+{{- if and $pod.hostNetwork (not $pod.dnsPolicy) }}
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- end -}}
+
 {{- define "tandem.env" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -128,6 +174,11 @@
   terminationMessagePolicy: FallbackToLogsOnError
   env:
     {{- include "tandem.env" $root | nindent 4 }}
+    {{- with include "tandem.podList" (append $args "env") }}{{- . | nindent 4 }}{{- end }}
+  {{- with include "tandem.podList" (append $args "envFrom") }}
+  envFrom:
+    {{- . | nindent 4 }}
+  {{- end }}
   resources:
     requests: {cpu: 500m, memory: 1Gi}
     limits: {memory: 4Gi}
@@ -135,6 +186,7 @@
     {{- toYaml $root.Values.securityContext | nindent 4 }}
   volumeMounts:
     {{- include "tandem.volumeMounts" $args | nindent 4 }}
+    {{- with include "tandem.podList" (append $args "volumeMounts") }}{{- . | nindent 4 }}{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -156,10 +208,14 @@ imagePullSecrets:
 {{- with $root.Values.node.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
+{{- with include "tandem.podSettings" . | trim }}
+{{ . }}
+{{- end }}
+{{- $own := include "tandem.podList" (append . "initContainers") }}
 {{- $pulls := include "tandem.pullContainers" . }}
-{{- if trim $pulls }}
+{{- with printf "%s\n%s" $own (trim $pulls) | trim }}
 initContainers:
-  {{- trim $pulls | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
