@@ -25,5 +25,6 @@ def test_every_figure_is_one_line(figures: Figures) -> None:
         "forced_speedup": "s",
         "valid_share": "share",
         "ended_share": "share",
+        "beside_worst_p99_ms": "ms",
     }
     assert lines["structured.valid_share"]["value"] == 1
