@@ -49,7 +49,7 @@ class Scaler:
 
 
 class Restart:
-    async def begin(self, model: str, *, move: bool) -> None:
+    async def begin(self, model: str, *, move: bool, routers: bool) -> None:
         if model == "unknown":
             raise ConfigError("model: unknown")
 

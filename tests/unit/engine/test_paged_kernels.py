@@ -107,7 +107,7 @@ def interpreted(program: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("dtype", "sizes"),  # of the pool; the GPU's processors, tokens of a block, KV heads, query heads, dimensions
     [
-        ("float32", (3, 16, 1, 3, 16)),
+        pytest.param("float32", (3, 16, 1, 3, 16), marks=pytest.mark.slow),
         pytest.param("float8_e4m3", (1, 8, 2, 2, 24), marks=pytest.mark.slow),
     ],
 )

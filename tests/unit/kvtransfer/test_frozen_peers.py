@@ -123,7 +123,7 @@ def all_staging(agent: Agent, size_bytes: int, *, receives: bool) -> Iterator[No
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("nccl", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.parametrize("side", ["sender", pytest.param("receiver", marks=pytest.mark.slow)])
 async def test_a_piece_waits_for_staging_longer_than_a_link_may_stall(
     make_worker: MakeWorker, transport: str, side: str
 ) -> None:

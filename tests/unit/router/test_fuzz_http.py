@@ -30,7 +30,7 @@ from router.request_terms import PRIORITY, TENANT, TIMEOUT
 from router.testing.site import MODEL, RouterSite
 from tandem.config.spec import RouterSpec
 
-EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 15  # of each operation that has a body, for each mode
+EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 10  # of each operation that has a body, for each mode
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB
 RULES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -97,7 +97,7 @@ async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[RouterSite]:
 
 
 @pytest.mark.soak
-@pytest.mark.acceptance(34, here="15 requests for each operation with a body", soak="400")
+@pytest.mark.acceptance(34, here="10 requests for each operation with a body", soak="400")
 async def test_requests_that_fit_or_break_the_document_get_documented_answers(site: RouterSite) -> None:
     before = site.process.memory_info().rss
     client = await asyncio.create_subprocess_exec(
