@@ -126,7 +126,7 @@ class _HttpConnection(asyncio.Protocol):
 
 
 class RawGrpcClient:
-    """Generate streams over a few channels. Only the first message is parsed."""
+    """Generate streams over a few channels. Messages are parsed at the end: each may have several tokens."""
 
     CHANNELS = 4
 
@@ -148,14 +148,14 @@ class RawGrpcClient:
         call = self._calls[self._asked % self.CHANNELS]
         self._asked += 1
         times = TokenTimes(time.monotonic())
-        first = b""
+        came: list[tuple[float, bytes]] = []
         async for message in call(request.SerializeToString()):
-            first = first or message
-            times.tokens_s.append(time.monotonic())
-        del times.tokens_s[0], times.tokens_s[-1:]  # `started` and `finished`
+            came.append((time.monotonic(), message))
+        messages = [(at_s, inference_pb2.GenerateResponse.FromString(each)) for at_s, each in came]
+        times.tokens_s += [at_s for at_s, each in messages for _ in each.chunk.token_ids]
         if len(times.tokens_s) != self._answer_tokens:
             raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
-        times.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
+        times.request_id = messages[0][1].started.request_id
         return times
 
     async def close(self) -> None:
