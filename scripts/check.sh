@@ -32,7 +32,7 @@ chart() {
 types() {
   step "mypy" "$bin/mypy"
   step "mypy of scripts, examples, benchmarks, dashboards" \
-    "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py examples/agent/*.py benchmarks/*.py deploy/grafana/*.py
+    env MYPYPATH=scripts "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py examples/agent/*.py benchmarks/*.py deploy/grafana/*.py
   step "mypy of tests" "$bin/mypy" --no-warn-unused-configs tests
 }
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from marked_part import write_part
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 FIELDS = ROOT / "tests" / "data" / "client-fields.toml"
@@ -38,19 +40,6 @@ def _named(fields: Mapping[str, Any], key: str) -> Iterator[str]:
         yield f"`{name}`: {values}" if is_one_of_two or (is_served and key == "refused") else f"`{name}`"
 
 
-def main(check: bool) -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    made = table(tomllib.loads(FIELDS.read_text(encoding="utf-8")))
-    wanted = f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
-    if check:
-        if page != wanted:
-            print("docs/api.md is stale: run make docs", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    made = table(tomllib.loads(FIELDS.read_text(encoding="utf-8")))
+    sys.exit(write_part(PAGE, BEGIN, END, made, check="--check" in sys.argv[1:]))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from marked_part import write_part
+
 from tandem.errors import InputError, UnsupportedField
 from tandem.testing.schema_suite import Case, Grammars, cases, written
 
@@ -49,18 +51,5 @@ def _row(grammars: Grammars, file: str, group: Iterator[Case]) -> str:
     return f"| `{file}` | {schemas} | {taken} | {f'{writable} of {valid}' if taken else ''} | {why} |\n"
 
 
-def main(check: bool) -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-    if check:
-        if page != wanted:
-            print("docs/structured-output.md is stale: run make docs", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    sys.exit(write_part(PAGE, BEGIN, END, table(), check="--check" in sys.argv[1:]))

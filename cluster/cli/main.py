@@ -11,6 +11,7 @@ import typer
 
 from cluster.cli.options import planning
 from cluster.cli.options.audit import audit
+from cluster.cli.options.certs import certs
 from cluster.cli.options.keys import keys
 from cluster.cli.options.shared import Address, ClusterName, Config, Json, Model, ServedName, Settings, Tls
 from cluster.cli.options.trace import traces
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(keys, name="keys")
 app.add_typer(audit, name="audit")
 app.add_typer(traces, name="trace")
+app.add_typer(certs, name="certs")
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -331,52 +333,6 @@ def doctor(config: Config = None, model: Model = None, settings: Settings = None
 
 
 planning.add_to(app)
-
-
-certs = typer.Typer(help="Certificates: mutual TLS inside a cluster, TLS for clients.", no_args_is_help=True)
-app.add_typer(certs, name="certs")
-CertsFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the certificates.")]
-Days = Annotated[int, typer.Option(help="Days for which the certificates are valid.", min=1, max=3650)]
-
-
-@certs.command("init")
-def certs_init(
-    folder: CertsFolder,
-    cluster: Annotated[
-        str, typer.Option("--cluster", "--name", help="Name of the cluster. Other clusters refuse its certificates.")
-    ] = "tandem",
-    host: Annotated[
-        list[str] | None, typer.Option(help="Name or address of a host, repeatable. Default: only this machine.")
-    ] = None,
-    days: Days = 365,
-    ca_days: Annotated[int, typer.Option(help="Days for which the authority is valid.", min=1, max=7300)] = 3650,
-) -> None:
-    """Create a certificate authority and a certificate for each role. Refuses to overwrite files."""
-    from cluster.cli.commands.certs import run_init
-
-    raise typer.Exit(run_init(folder, cluster, host or [], days, ca_days))
-
-
-@certs.command("renew")
-def certs_renew(
-    folder: CertsFolder,
-    days: Days = 365,
-    only: Annotated[
-        list[str] | None, typer.Option(help="edge, controller, router, worker or admin, repeatable. Default: all.")
-    ] = None,
-) -> None:
-    """Replace certificates and keys, keeping their names. Running processes load the new ones."""
-    from cluster.cli.commands.certs import run_renew
-
-    raise typer.Exit(run_renew(folder, days, only or []))
-
-
-@certs.command("show")
-def certs_show(folder: CertsFolder) -> None:
-    """Show names and expiry. Warns below 30 days; exits with 1 if a certificate has expired."""
-    from cluster.cli.commands.certs import run_show
-
-    raise typer.Exit(run_show(folder))
 
 
 @app.command()

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from cluster.control.pool_scaler import RESUME_ATTEMPTS, RESUME_DELAY_S, PoolScaler
 from cluster.control.record import RestartRecord
@@ -21,6 +23,8 @@ from tandem.errors import ConfigError, TandemError
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class RollingRestart:
@@ -91,32 +95,33 @@ class RollingRestart:
         try:
             for name, restarts in record.routers.items():
                 if name not in restarted:
-                    await self._routers.restart(name, restarts)
+                    await self._tried(name, partial(self._routers.restart, name, restarts))
                     restarted.append(name)
                     self._changed(record, restarted, left)
             for worker_id, epoch in record.epochs.items():
                 if worker_id not in (*restarted, *left):
-                    is_there = await self._restarted(worker_id, epoch, record.move)
+                    restart = partial(self._scaler.restart, worker_id, epoch, move=record.move)
+                    is_there = await self._tried(worker_id, restart)  # or it left the cluster
                     (restarted if is_there else left).append(worker_id)
                     self._changed(record, restarted, left)
         except TandemError as error:
             failure = error.message
-            log.warning("a restart of everything ended before its end: %s", failure)
+            log.warning("the rolling restart ended before its end: %s", failure)
         self._changed(record, restarted, left, is_over=True, failure=failure)
 
-    async def _restarted(self, worker_id: str, epoch: int, move: bool) -> bool:
-        """False: it left the cluster. Raises TandemError."""
+    async def _tried(self, name: str, restart: Callable[[], Awaitable[Result]]) -> Result:
+        """Raises TandemError."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
-                return await self._scaler.restart(worker_id, epoch, move=move)
+                return await restart()
             except TandemError:
                 raise
             except Exception as error:  # as Ray's, which may be restarting
-                what = f"{worker_id} could not be restarted (attempt {attempt} of {RESUME_ATTEMPTS})"
-                count_failure("restart of workers", what)
+                what = f"{name} could not be restarted (attempt {attempt} of {RESUME_ATTEMPTS})"
+                count_failure("rolling restart", what)
                 last = error
                 await asyncio.sleep(RESUME_DELAY_S)
-        raise TandemError(f"{worker_id} could not be restarted: {last}")
+        raise TandemError(f"{name} could not be restarted: {last}")
 
     def _changed(self, record: RestartRecord, restarted: list[str], left: list[str], **end: object) -> None:
         update = {"restarted": tuple(restarted), "left": tuple(left)} | end

@@ -17,7 +17,8 @@ from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEn
 from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, return_unused
 from tandem.engine.output import DeviceChoice, Launched, StepOutput
 from tandem.engine.runner import ModelRunner
-from tandem.engine.step import HEARTBEAT, STOP, Draw, Penalties, SequenceStep, StepInput
+from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
+from tandem.engine.step_inputs import sequence_step
 from tandem.engine.step_work import StepWork
 from tandem.errors import (
     HandoffError,
@@ -31,10 +32,9 @@ from tandem.errors import (
 from tandem.grammar.compiler import Allowed
 from tandem.grammar.masks import MASK_WAIT_S, Following, GrammarRun, Grammars, no_grammars
 from tandem.kvcache.block_pool import CacheEvent
-from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import Choice, choose, needs_only_argmax, scored_choice
-from tandem.scheduler.plan import Chunk, StepPlan
+from tandem.sampling.sampler import Choice, choose, scored_choice
+from tandem.scheduler.plan import StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
@@ -222,7 +222,7 @@ class Engine:
         failed: dict[str, TandemError] = {}
         for chunk in plan.chunks:
             try:
-                inputs.append(_sequence_step(chunk, self._scheduler.block_tokens, self._runner.samples_on_device))
+                inputs.append(sequence_step(chunk, self._scheduler.block_tokens, self._runner.samples_on_device))
             except Exception as error:
                 failed[chunk.sequence.request_id] = RequestFailed.by(error)
         return (self._without(plan, failed, is_launched=False) if failed else plan), inputs
@@ -301,7 +301,7 @@ class Engine:
         on_device, copies = self._runner.samples_on_device, plan.copies
         try:
             if not plan.failed:
-                inputs = [_sequence_step(chunk, self._scheduler.block_tokens, on_device) for chunk in plan.chunks]
+                inputs = [sequence_step(chunk, self._scheduler.block_tokens, on_device) for chunk in plan.chunks]
                 step, copies = StepInput(inputs, [*plan.exports], copies=copies, ahead=True), None
                 return Flight(plan, step, self._launch_on_all(step))
         except TandemError:
@@ -428,6 +428,8 @@ class Engine:
     def _choose_on_device(self, flight: Flight, done: Collection[Sequence]) -> DeviceChoice | None:
         """Lets the device choose among what grammars allow, where that is known, but for `done`. None: nothing is to
         choose."""
+        if not flight.following or flight.launched is None:
+            return None
         allowed: dict[int, Allowed] = {}
         sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
         inputs = [each for each in flight.step.sequences if each.samples]
@@ -440,7 +442,7 @@ class Engine:
                 allowed[sample] = following.allowed
             elif sequence.sampling.logprobs is not None:
                 allowed[sample] = np.arange(self._vocab_size) == following.forced[0]
-        if not allowed or flight.launched is None:
+        if not allowed:
             return None
         try:
             return flight.launched.choose(allowed)
@@ -586,60 +588,3 @@ def _work(plan: StepPlan) -> StepWork:
         decodes = chunk.start >= chunk.sequence.prompt_tokens
         work = work.with_chunk(chunk.start, chunk.count, decodes=decodes, samples=chunk.samples)
     return work
-
-
-def _sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> SequenceStep:
-    end = chunk.start + chunk.count
-    sequence = chunk.sequence
-    top = sequence.sampling.prompt_logprobs
-    greedy = needs_only_argmax(sequence.sampling)
-    draw = _draw(sequence) if chunk.samples and samples_on_device and not greedy else None
-    first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
-    scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
-    return SequenceStep(
-        token_ids=sequence.tokens[chunk.start : end],
-        start=chunk.start,
-        blocks=sequence.blocks[: blocks_for(end, block_tokens)],
-        samples=chunk.samples,
-        scored=scored,
-        scored_from=max(0, first - 1 - chunk.start),
-        top=top or 0,
-        greedy=greedy,
-        draw=draw,
-        masked=draw is not None and sequence.grammar is not None,
-    )
-
-
-def _draw(sequence: Sequence) -> Draw:
-    params = sequence.sampling
-    return Draw(
-        position=len(sequence.tokens),
-        seed=params.seed,
-        temperature=params.temperature,
-        top_k=params.top_k or 0,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        penalties=_penalties(sequence) if params.changes_logits else None,
-        logprobs=params.logprobs,
-    )
-
-
-def _penalties(sequence: Sequence) -> Penalties:
-    """In a step ahead, the last token is not known."""
-    params, adds_last = sequence.sampling, sequence.generated > 0
-    history = sequence.history(len(sequence.tokens) - adds_last)
-    answer, counts = history.answer()
-    forbidden = params.stop_token_ids if counts.sum() + adds_last < params.min_tokens else frozenset()
-    biases = [(token, bias) for token, bias in params.logit_bias if token not in forbidden]
-    biased = np.array([*biases, *((token, -np.inf) for token in sorted(forbidden))], dtype=np.float64).reshape(-1, 2)
-    return Penalties(
-        repetition=params.repetition_penalty,
-        frequency=params.frequency_penalty,
-        presence=params.presence_penalty,
-        adds_last=adds_last,
-        prompt=history.prompt.astype(np.int32).tobytes() if params.repetition_penalty != 1.0 else b"",
-        answer=answer.astype(np.int32).tobytes(),
-        counts=counts.astype(np.int32).tobytes(),
-        biased=biased[:, 0].astype(np.int32).tobytes(),
-        biases=biased[:, 1].astype(np.float32).tobytes(),
-    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 _ESCAPED = frozenset([*map(chr, range(0x20)), '"', "\\"])  # the characters that JSON escapes
@@ -117,13 +118,14 @@ def _tokens(lark: str) -> Iterator[tuple[str, str]]:
 def _count_escaped(tokens: list[tuple[str, str]]) -> int:
     """How many terminals have texts with escapes: those that are defined, and those without a name."""
     found: set[str] = set()
-    unit, line = "", 0
+    unit = begun = ""  # the terminal whose definition this is; the first name of the line
     for number, (kind, text) in enumerate(tokens):
         if kind == "other" and text == "\n":
-            line = number + 1
+            begun = ""
         elif kind == "other" and text == ":":
-            names = [each for _, each in tokens[line:number] if each.strip("?!_")[:1].isupper()]
-            unit = names[0] if names else ""
+            unit = begun if begun.strip("?!_")[:1].isupper() else ""
+        elif kind == "other":
+            begun = begun or text
         elif kind in ("string", "regex") and _has_escapes(kind, text):
             found.add(unit or f"{number}")
     return len(found)
@@ -257,18 +259,18 @@ def _in_set(text: str) -> frozenset[str]:
     body = body.removeprefix("^")
     if _SET_SYNTAX.search(re.sub(r"\\.", "", body)):
         raise ValueError(f"{text[:20]}: [, &&, -- and ~~ in a set cannot be used; write \\ before each character")
-    found = frozenset(_members(_MEMBER.findall(body)))
+    found = frozenset(_members(deque(_MEMBER.findall(body))))
     return _ESCAPED - found if is_negated else found
 
 
-def _members(members: list[str]) -> Iterable[str]:
+def _members(members: deque[str]) -> Iterable[str]:
     while members:
-        first = members.pop(0)
+        first = members.popleft()
         if len(first) == 2 and first[0] == "\\" and first[1] in _CLASSES:
             yield from _CLASSES[first[1]]
         elif len(members) > 1 and members[0] == "-":
-            low, high = _value(first), _value(members[1])
-            del members[:2]
+            members.popleft()
+            low, high = _value(first), _value(members.popleft())
             yield from (each for each in _ESCAPED if low <= each <= high)
         elif _value(first) in _ESCAPED:
             yield _value(first)

@@ -187,7 +187,7 @@ class ResponsesTool(FunctionFields):
     type: Literal["function"]
 
 
-class GrammarFormat(GrammarFields):
+class FlatGrammarFormat(GrammarFields):
     type: Literal["grammar"]
 
 
@@ -197,7 +197,7 @@ class ResponsesCustomTool(StrictModel):
     description: str | None = None
     format: (
         Annotated[
-            Annotated[GrammarFormat, Tag("Grammar")] | Annotated[AnyText, Tag("AnyText")],
+            Annotated[FlatGrammarFormat, Tag("Grammar")] | Annotated[AnyText, Tag("AnyText")],
             Discriminator(form_branch),
         ]
         | None
@@ -206,7 +206,7 @@ class ResponsesCustomTool(StrictModel):
     def tool(self, where: str) -> Tool:
         """`where`: the client's field of this tool. Raises InputError."""
         form = self.format
-        if not isinstance(form, GrammarFormat):
+        if not isinstance(form, FlatGrammarFormat):
             return Tool.custom(self.name, self.description, None, "", where)
         return Tool.custom(self.name, self.description, form.syntax, form.definition, f"{where}.format.definition")
 

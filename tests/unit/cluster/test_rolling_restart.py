@@ -129,6 +129,28 @@ async def test_routers_restart_first_and_once_also_by_the_next_controller(
     assert [slot.restarts for slot in first._routers.slots] == [1, 1]
 
 
+async def test_a_router_whose_backend_fails_is_tried_again_and_then_ends_it_with_the_reason(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling_restart, "RESUME_DELAY_S", 0.001)
+    await ready(workers)
+    restart = restart_of(workers, monkeypatch)
+    asked: list[str] = []
+
+    async def fails(name: str, restarts: int) -> None:
+        asked.append(name)
+        if len(asked) != 2:
+            raise OSError("the GCS restarts")
+
+    monkeypatch.setattr(restart._routers, "restart", fails)
+    await restart.begin("", move=True, routers=True)
+    await until(lambda: restart.status().is_over)
+    assert asked[:2] == ["router-0", "router-0"]
+    assert set(asked[2:]) == {"router-1"}
+    assert restart.status().failure == "router-1 could not be restarted: the GCS restarts"
+    assert [slot.restarts for slot in workers.slots.values()] == [0, 0, 0]
+
+
 async def test_the_next_controller_goes_on_and_restarts_no_worker_twice(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

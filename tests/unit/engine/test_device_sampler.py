@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engine.device import copies as device_copies
 from tandem.engine.device import sampler as device_sampler
 from tandem.engine.device.sampler import CANDIDATES, ROWS, UNDECIDED, Sampled, sample_on_device
-from tandem.engine.engine import _draw
 from tandem.engine.output import best_of, launched
 from tandem.engine.step import Draw, SequenceStep
+from tandem.engine.step_inputs import next_draw
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
 from tandem.sampling.philox import words_of
@@ -164,7 +164,7 @@ def test_penalties_biases_and_logprobs_are_those_of_the_host(seed: int) -> None:
         expected.append(choose(row.numpy(), params, len(tokens), own.history(len(tokens))))
         lasts.append(tokens[-1])
         ahead = replace(own, tokens=[*tokens[:-1], 0] if generated else tokens, _history=None, _history_tokens=0)
-        steps.append(SequenceStep([1], 4, [0], True, draw=_draw(ahead)))
+        steps.append(SequenceStep([1], 4, [0], True, draw=next_draw(ahead)))
     output = launched(steps, logits, best_of(logits), torch.tensor(lasts), []).wait()
     assert output.tokens == [choice.token_id for choice in expected]
     for number, choice in enumerate(expected):
@@ -213,7 +213,7 @@ def test_the_host_waits_for_nothing_while_it_launches(monkeypatch: pytest.Monkey
     ]
     logits = torch.randn(90, 2000)
     best = best_of(logits)
-    draws = {row: _draw(each) for row, each in enumerate(requests)}
+    draws = {row: next_draw(each) for row, each in enumerate(requests)}
     with Watch():  # type: ignore[no-untyped-call]
         sample_on_device(logits, best, draws, best)
     assert copies == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from random import Random
 
 import pytest
@@ -102,6 +104,16 @@ def test_the_texts_are_the_same(
             assert grammars.accepts(plain, text)
         if (text := grammars.answer(plain, Random(seed)) or "") and "\ufffd" not in text:
             assert grammars.accepts(escaped, inner(text))
+
+
+@pytest.mark.parametrize(
+    "definition", ["start: /[" + "a" * 60_000 + "]/", "a:" * 30_000, 'start: "x"\n' + ": " * 30_000, "/[" * 30_000]
+)
+def test_a_definition_is_read_in_time_that_grows_with_its_length(definition: str) -> None:
+    began_s = time.process_time()
+    with contextlib.suppress(InputError):
+        TextGrammar.parse("lark", definition, "definition")
+    assert time.process_time() - began_s < 5.0, "quadratic: half a minute and more"
 
 
 def test_a_text_has_no_second_way(grammars: Grammars) -> None:

@@ -1,0 +1,68 @@
+"""What a step's input says of one request: its tokens and blocks, and how its next token is drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.engine.step import Draw, Penalties, SequenceStep
+from tandem.kvcache.layout import blocks_for
+from tandem.sampling.sampler import needs_only_argmax
+from tandem.scheduler.plan import Chunk
+from tandem.scheduler.sequence import Sequence
+
+
+def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> SequenceStep:
+    end = chunk.start + chunk.count
+    sequence = chunk.sequence
+    top = sequence.sampling.prompt_logprobs
+    greedy = needs_only_argmax(sequence.sampling)
+    draw = next_draw(sequence) if chunk.samples and samples_on_device and not greedy else None
+    first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
+    scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
+    return SequenceStep(
+        token_ids=sequence.tokens[chunk.start : end],
+        start=chunk.start,
+        blocks=sequence.blocks[: blocks_for(end, block_tokens)],
+        samples=chunk.samples,
+        scored=scored,
+        scored_from=max(0, first - 1 - chunk.start),
+        top=top or 0,
+        greedy=greedy,
+        draw=draw,
+        masked=draw is not None and sequence.grammar is not None,
+    )
+
+
+def next_draw(sequence: Sequence) -> Draw:
+    params = sequence.sampling
+    return Draw(
+        position=len(sequence.tokens),
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k or 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        penalties=_penalties(sequence) if params.changes_logits else None,
+        logprobs=params.logprobs,
+    )
+
+
+def _penalties(sequence: Sequence) -> Penalties:
+    """In a step ahead, the last token is not known."""
+    params, adds_last = sequence.sampling, sequence.generated > 0
+    history = sequence.history(len(sequence.tokens) - adds_last)
+    answer, counts = history.answer()
+    forbidden = params.stop_token_ids if counts.sum() + adds_last < params.min_tokens else frozenset()
+    biases = [(token, bias) for token, bias in params.logit_bias if token not in forbidden]
+    biased = np.array([*biases, *((token, -np.inf) for token in sorted(forbidden))], dtype=np.float64).reshape(-1, 2)
+    return Penalties(
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        adds_last=adds_last,
+        prompt=history.prompt.astype(np.int32).tobytes() if params.repetition_penalty != 1.0 else b"",
+        answer=answer.astype(np.int32).tobytes(),
+        counts=counts.astype(np.int32).tobytes(),
+        biased=biased[:, 0].astype(np.int32).tobytes(),
+        biases=biased[:, 1].astype(np.float32).tobytes(),
+    )
