@@ -21,16 +21,12 @@ class ClusterState:
     name: str
     pid: int
     started: str  # `start_of` the process, which detects a reused pid
-    admin: str  # this and the next two are empty during the start
-    http: str
-    grpc: str
+    admin: str = ""  # this and the next two are empty until its parts were started
+    http: str = ""
+    grpc: str = ""
     tls: dict[str, str] | None = None  # security.tls
     edge_ca: str | None = None  # PEM file with the CA of the routers' certificate; None: no TLS
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether the cluster has no addresses yet."""
-        return not self.admin
+    is_ready: bool = False  # it has been
 
     @property
     def is_alive(self) -> bool:
@@ -100,7 +96,7 @@ def read(name: str) -> ClusterState | None:
 def refuse_second(name: str) -> None:
     """Raises ConfigError if a cluster with this name is running."""
     if (state := read(name)) is not None:
-        phase = "starting" if state.is_starting else "running"
+        phase = "running" if state.is_ready else "starting"
         raise ConfigError(
             f"name: a cluster named {name!r} is {phase} (pid {state.pid}): stop it with Ctrl-C or "
             f"`kill {state.pid}`, or choose another --name",
@@ -111,7 +107,7 @@ def refuse_second(name: str) -> None:
 def find(name: str | None) -> ClusterState:
     """The cluster with this name, or the only one.
 
-    Raises ConfigError if none or several match, UnavailableError if it is still starting.
+    Raises ConfigError if none or several match, UnavailableError if it has no addresses yet.
     """
     names = sorted(path.stem for path in state_dir().glob("*.json"))
     alive = [state for found in names if (state := read(found)) is not None]
@@ -125,7 +121,7 @@ def find(name: str | None) -> ClusterState:
         raise ConfigError(f"--cluster: expected a running cluster, got {name!r}; running: {listed}", field="--cluster")
     if len(matching) > 1:
         raise ConfigError(f"--cluster: several clusters are running ({listed}): choose one", field="--cluster")
-    if matching[0].is_starting:
+    if not matching[0].admin:
         raise UnavailableError(f"{matching[0].name} is still starting: try again in a moment", field="--cluster")
     return matching[0]
 
@@ -133,22 +129,19 @@ def find(name: str | None) -> ClusterState:
 @contextmanager
 def written(state: ClusterState) -> Iterator[None]:
     """The file exists inside the context."""
-    path = state_dir() / f"{state.name}.json"
-    with _writing(path.parent):
-        replace_file(path, json.dumps(asdict(state)).encode())
+    write(state)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        (state_dir() / f"{state.name}.json").unlink(missing_ok=True)
 
 
-def starting(name: str) -> ClusterState:
-    """The state of this process before its cluster has addresses."""
-    return this_process(name, admin="", http="", grpc="")
+def write(state: ClusterState) -> None:
+    path = state_dir() / f"{state.name}.json"
+    with _writing(path.parent):
+        replace_file(path, json.dumps(asdict(state)).encode())
 
 
-def this_process(
-    name: str, *, admin: str, http: str, grpc: str, tls: dict[str, str] | None = None, edge_ca: str | None = None
-) -> ClusterState:
-    pid = os.getpid()
-    return ClusterState(name, pid, start_of(pid), admin, http, grpc, tls, edge_ca)
+def of_this_process(name: str) -> ClusterState:
+    """Before its cluster has addresses."""
+    return ClusterState(name, os.getpid(), start_of(os.getpid()))

@@ -16,7 +16,17 @@ from pathlib import Path
 from cluster.backends.protocol import Backend
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.controller import Controller, needed_cpus
-from cluster.control.launch import BEAT, BEAT_S, FAILED, PROGRESS, READY, ControllerLaunch, FailureReport, ReadyReport
+from cluster.control.launch import (
+    BEAT,
+    BEAT_S,
+    FAILED,
+    PROGRESS,
+    READY,
+    STARTED,
+    ControllerLaunch,
+    FailureReport,
+    StartedReport,
+)
 from cluster.interruptible import run_interruptible
 from cluster.keeper.remote import RemoteKeeper
 from cluster.spec.changes import SpecSource
@@ -108,19 +118,20 @@ class ControllerProcess:
         try:
             await controller.start()
             self._has_started = True
+            started = StartedReport(
+                admin=controller.admin_address,
+                http=tuple(router.http_address for router in controller.routers.slots),
+                grpc=tuple(router.grpc_address for router in controller.routers.slots),
+            )
+            await self._keeper.report(STARTED, started.model_dump_json())
             await controller.wait_ready(self.progress)
         except TandemError as error:
             log.info("cannot start: %s", error.message)
             await self._keeper.report(FAILED, FailureReport.of(error).model_dump_json())
             if controller.is_new or not self._has_started:
                 return FAILED_EXIT_CODE
-        ready = ReadyReport(
-            admin=controller.admin_address,
-            http=tuple(router.http_address for router in controller.routers.slots),
-            grpc=tuple(router.grpc_address for router in controller.routers.slots),
-        )
         self._has_served = True
-        await self._keeper.report(READY, ready.model_dump_json())
+        await self._keeper.report(READY, "")
         controller.workers.announce = self.progress
         await controller.stop_requested.wait()
         return 0

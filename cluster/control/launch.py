@@ -15,7 +15,7 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 
 LAUNCH_FILE = "controller.json"
-PROGRESS, READY, FAILED, BEAT = "progress", "ready", "failed", "beat"  # kinds of reports
+PROGRESS, STARTED, READY, FAILED, BEAT = "progress", "started", "ready", "failed", "beat"  # kinds of reports
 BEAT_S = 1.0
 
 
@@ -79,8 +79,8 @@ class ControllerLaunch(Frozen):
         return ResolvedCluster(self.spec, models, self.devices)
 
 
-class ReadyReport(Frozen):
-    """The cluster serves. Addresses are host:port, those of the routers in their order."""
+class StartedReport(Frozen):
+    """Every part was started; none need be ready. Addresses are host:port, those of the routers in their order."""
 
     admin: str
     http: tuple[str, ...]

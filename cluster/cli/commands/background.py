@@ -46,7 +46,7 @@ def run_detached(spec: ClusterSpec) -> int:
             start_new_session=True,
         )
     try:
-        while (state := state_file.read(name)) is None or state.is_starting or state.pid != process.pid:
+        while (state := state_file.read(name)) is None or not state.is_ready or state.pid != process.pid:
             if process.poll() is not None:
                 sys.stderr.write(output.read_text(errors="replace"))
                 return process.returncode or 1

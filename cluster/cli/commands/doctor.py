@@ -78,7 +78,7 @@ def _ports(spec: ClusterSpec) -> str:
 def _running(spec: ClusterSpec) -> ClusterState | None:
     """The cluster of this spec if it runs on this machine on these ports, or is starting."""
     running = state_file.read(spec.name)
-    if running is None or running.is_starting:
+    if running is None or not running.admin:
         return running
     router, control = spec.router, spec.control
     wanted = (

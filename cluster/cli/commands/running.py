@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.backends.ray_env import prepare_local_ray
@@ -23,9 +23,10 @@ from cluster.control.launch import (
     LAUNCH_FILE,
     PROGRESS,
     READY,
+    STARTED,
     ControllerLaunch,
     FailureReport,
-    ReadyReport,
+    StartedReport,
 )
 from cluster.keeper.keeper import Keeper
 from cluster.keeper.lossy_output import own_output
@@ -82,13 +83,15 @@ class Controllers:
     """Runs a controller, and another one whenever it dies, which takes over what runs. If the first cannot start the
     cluster, that is the end."""
 
-    def __init__(self, launch: ControllerLaunch, progress: Progress) -> None:
+    def __init__(self, launch: ControllerLaunch, progress: Progress, started: Callable[[StartedReport], None]) -> None:
+        """`started` is called when the first controller has started every part, which is before the cluster serves."""
         self.keeper = Keeper(Path(launch.log_dir), own_output() if launch.logs_to_stdout else None)
         self.stopped = asyncio.Event()
         self.exit_code = 0
         self._joins_ray = launch.spec.control.ray_address is not None
         self._failed_takeovers = 0
         self._progress = progress
+        self._started = started
         self._server = KeeperServer(self.keeper, self._reported)
         self._socket = Path(launch.keeper_socket)
         run_dir = str(self._socket.parent / CONTROLLER)
@@ -99,17 +102,17 @@ class Controllers:
         )
         files = {LAUNCH_FILE: launch.model_dump_json()}
         self._start = MemberStart(run_dir=run_dir, files=files, processes=(process,))
-        self._ready: asyncio.Future[ReadyReport] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._missed = 0  # beats of the controller
 
-    async def start(self) -> ReadyReport:
+    async def start(self) -> None:
         """Returns when the cluster serves. Raises TandemError if it cannot."""
         self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._server.serve(self._socket)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
-        return await self._ready
+        await self._ready
 
     async def close(self) -> None:
         """The controller stops the cluster. What it leaves is stopped here."""
@@ -181,10 +184,13 @@ class Controllers:
             self._missed = 0
         elif kind == PROGRESS:
             self._say(text)
+        elif kind == STARTED:
+            if not self._ready.done():
+                self._started(StartedReport.model_validate_json(text))
         elif kind == READY:
             self._failed_takeovers = 0
             if not self._ready.done():
-                self._ready.set_result(ReadyReport.model_validate_json(text))
+                self._ready.set_result(None)
         elif kind == FAILED:
             error = FailureReport.model_validate_json(text).error()
             if self._ready.done():
@@ -204,7 +210,7 @@ async def running_cluster(
     check_disks()
     check_shared_memory(spec)
     raise_file_limit()  # here, because every process of the cluster inherits it
-    with state_file.written(state_file.starting(spec.name)):
+    with state_file.written(state_file.of_this_process(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
         async with _running(cluster, progress, source or SpecSource(spec, {})) as running:
             yield running
@@ -215,21 +221,26 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
     spec = cluster.spec
     log_dir = state_file.new_log_dir(spec.name)
     launch = _launch(cluster, source, log_dir)
-    controllers = Controllers(launch, progress)
+    state = state_file.of_this_process(spec.name)
+    routers: tuple[tuple[str, str], ...] = ()
+
+    def started(addresses: StartedReport) -> None:
+        """From now on, `tandem status` shows how far the start is."""
+        nonlocal state, routers
+        routers = tuple(zip(addresses.http, addresses.grpc, strict=True))
+        state = replace(state, admin=addresses.admin, http=addresses.http[0], grpc=addresses.grpc[0])
+        if spec.security.tls is not None:
+            state = replace(state, tls=spec.security.tls.model_dump())
+        if spec.router.tls is not None:
+            state = replace(state, edge_ca=spec.router.tls.cert)
+        state_file.write(state)
+
+    controllers = Controllers(launch, progress, started)
     try:
         progress(f"starting the cluster ({spec.control.backend})")
-        ready = await controllers.start()
-        state = state_file.this_process(
-            spec.name,
-            admin=ready.admin,
-            http=ready.http[0],
-            grpc=ready.grpc[0],
-            tls=spec.security.tls.model_dump() if spec.security.tls is not None else None,
-            edge_ca=spec.router.tls.cert if spec.router.tls is not None else None,
-        )
-        with state_file.written(state):
-            routers = tuple(zip(ready.http, ready.grpc, strict=True))
-            yield RunningCluster(spec, log_dir, ready.admin, routers, controllers)
+        await controllers.start()
+        state_file.write(replace(state, is_ready=True))
+        yield RunningCluster(spec, log_dir, state.admin, routers, controllers)
     except TandemError:
         if log_dir.is_dir():  # not if the logs went to stdout
             progress(f"the logs are in {log_dir}")

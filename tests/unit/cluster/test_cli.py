@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cluster.certificates import create
 from cluster.cli.main import app, main
-from cluster.cli.state_file import this_process, written
+from cluster.cli.state_file import of_this_process, written
 from tandem.testing.models import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
@@ -190,7 +190,7 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
         )
         addresses = ("", "", "") if starting else (f"127.0.0.1:{port}" for port in ports)
         admin_at, http_at, grpc_at = addresses
-        running = this_process("mine", admin=admin_at, http=http_at, grpc=grpc_at)
+        running = replace(of_this_process("mine"), admin=admin_at, http=http_at, grpc=grpc_at)
         with written(running):
             done = tandem("doctor", "--config", str(config))
         alone = tandem("doctor", "--config", str(config))

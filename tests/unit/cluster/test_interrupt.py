@@ -70,9 +70,12 @@ def test_an_early_interrupt_is_not_lost_in_an_import(tmp_path: Path, library: st
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_cluster_that_is_starting_shows_its_status_and_ends_cleanly(tmp_path: Path, signum: signal.Signals) -> None:
     with start_up(tmp_path) as process:
         wait_for(process, "waiting for workers")
+        env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+        shown = subprocess.check_output([sys.executable, "-m", "cluster", "status", "--json"], env=env, timeout=60)
+        assert len(json.loads(shown)["workers"]) == 2
         process.send_signal(signum)
         assert process.wait(90) == 0
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))

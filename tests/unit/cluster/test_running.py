@@ -69,7 +69,7 @@ async def start(
     def make(script: str, progress: Callable[[str], None]) -> Controllers:
         argv = (sys.executable, "-c", script, launch.keeper_socket)
         monkeypatch.setattr(running_module, "python", lambda module, *arguments: argv)
-        made.append(Controllers(launch, progress))
+        made.append(Controllers(launch, progress, lambda addresses: None))
         return made[-1]
 
     yield make

@@ -21,7 +21,7 @@ def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mine(name: str = "tandem") -> state_file.ClusterState:
-    return state_file.this_process(name, admin="a:1", http="h:2", grpc="g:3")
+    return replace(state_file.of_this_process(name), admin="a:1", http="h:2", grpc="g:3", is_ready=True)
 
 
 def test_a_running_cluster_is_found_and_refuses_a_second() -> None:
@@ -35,14 +35,16 @@ def test_a_running_cluster_is_found_and_refuses_a_second() -> None:
 
 
 def test_a_cluster_that_starts_is_told_apart_from_none() -> None:
-    with state_file.written(state_file.starting("newcomer")):
+    with state_file.written(state_file.of_this_process("newcomer")):
         for name in (None, "newcomer"):
             with pytest.raises(UnavailableError, match="newcomer is still starting"):
                 state_file.find(name)
         with pytest.raises(ConfigError, match="'newcomer' is starting"):
             state_file.refuse_second("newcomer")
-        with state_file.written(mine("newcomer")):
-            assert state_file.find(None).admin == "a:1"
+        state_file.write(replace(mine("newcomer"), is_ready=False))
+        assert state_file.find(None).admin == "a:1", "its status can be seen before it is ready"
+        with pytest.raises(ConfigError, match="'newcomer' is starting"):
+            state_file.refuse_second("newcomer")
 
 
 def test_a_name_that_no_cluster_has_is_answered_with_those_there_are() -> None:
