@@ -23,7 +23,6 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.backends.lease import LEASE_S, Lease, LeaseActor, StaleController, parted, stamped
 from cluster.backends.protocol import MemberHandle, Resources
@@ -42,6 +41,7 @@ ADDRESS_FILE = "address"
 RETRY_S = 0.2
 RENEW_S = 1.0
 JOIN_S = 30.0
+ON_HEAD = "node:__internal_head__"  # a resource of the head's node; an actor elsewhere would keep its node from leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,13 @@ class RayBackend:
     def _start_lease_actor(self) -> Any:
         """Or finds it. Blocks."""
         actor = ray.remote(LeaseActor)
-        here = ray.get_runtime_context().get_node_id()  # elsewhere it would keep a node that should leave
         return actor.options(
             name=f"{self._cluster}/{LEASE}",
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            resources={ON_HEAD: 0.001},
             max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         ).remote()
 
     async def _taken_lease(self, after: int) -> Lease | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.node import Node
 from ray._private.state import GlobalState
@@ -81,6 +82,10 @@ def test_the_environment_variables_have_their_names(module: str, variable: str) 
     assert spec is not None
     assert spec.origin is not None
     assert variable in Path(spec.origin).read_text(encoding="utf-8"), "Ray has another name for it now"
+
+
+def test_the_node_of_the_head_has_its_resource() -> None:
+    assert ray_backend.ON_HEAD == HEAD_NODE_RESOURCE_NAME
 
 
 def test_a_worker_of_ray_can_be_told_to_leave_its_children_alone() -> None:
