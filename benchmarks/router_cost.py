@@ -124,7 +124,7 @@ async def _measure(
 ) -> list[Figure]:
     for client in (http, grpc):  # warm-up, not counted
         await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
-    full, half, over_grpc, peers = [], [], [], []
+    full, half, over_grpc, over_http, peers = [], [], [], [], []
     for _ in range(sizes.rounds):
         if peer is not None:
             through_peer = RawHttpClient(peer.port, MODEL, sizes.answer_tokens)
@@ -137,14 +137,17 @@ async def _measure(
         half.append(await measured(bench, at_half, sizes.seconds))
         busy = closed_loop(grpc, prompts, sizes.grpc_streams, sizes.seconds)
         over_grpc.append(await measured(bench, busy, sizes.seconds))
+        busy = closed_loop(http, prompts, sizes.grpc_streams, sizes.seconds)
+        over_http.append(await measured(bench, busy, sizes.seconds))
     median = statistics.median
     ours = round(median(each.cpu_ms for each in full), 2)
     theirs = round(median(peers), 2) if peers else None
+    grpc_ms, http_ms = (round(median(each.cpu_ms for each in rounds), 2) for rounds in (over_grpc, over_http))
     beside = [] if theirs is None else [Figure("router.peer", ours, "ms", theirs, round(theirs / ours, 2))]
     return [
         *beside,
         Figure("router.cpu_ms_http", ours, "ms"),
-        Figure("router.cpu_ms_grpc", round(median(each.cpu_ms for each in over_grpc), 2), "ms"),
+        Figure("router.cpu_ms_grpc", grpc_ms, "ms", http_ms, round(grpc_ms / http_ms, 2)),
         Figure("router.rps_one_core", round(median(each.rps for each in full)), "requests/s"),
         Figure("router.p99_added_ms", round(median(percentile(each.first_ms, 0.99) for each in half), 2), "ms"),
         Figure("router.p99_token_ms", round(median(percentile(each.token_ms, 0.99) for each in half), 2), "ms"),

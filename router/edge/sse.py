@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from router.edge.json_slices import Slices
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
-from router.edge.write_pauses import WritePauses
+from router.edge.write_pauses import WritePauses, for_each_in_turns
 from router.requests.answers import Answers, Arrival
 from tandem.errors import TandemError
 
@@ -65,8 +65,7 @@ class WriteBatcher:
 
     def _flush(self) -> None:
         due, self._due = self._due, []
-        for writer in due:
-            writer.flush()
+        for_each_in_turns(due, _StreamWriter.flush)
         self._pauses.wrote()
 
 

@@ -2,40 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
+Stream = TypeVar("Stream")
 LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
 BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
-PAUSE_S = 0.025  # between two writes of a busy router
+CALM_SHARE = 0.6  # below this, it has caught up: less pause would not make it busy again at once
+PAUSE_S = 0.025  # the first pause between two writes, and by how much it changes at each measurement
+MAX_PAUSE_S = 0.075
+AT_ONCE = 16  # streams; then other events have their turn, such as new requests and their first tokens
 
 
 class WritePauses:
-    """Args: `busy_s`: CPU seconds of the event loop's thread."""
+    """Pauses grow while the router is busy, and shrink when it has caught up.
+
+    Args: `busy_s`: CPU seconds of the event loop's thread.
+    """
 
     def __init__(
         self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time
     ) -> None:
+        self.pause_s = 0.0  # between two writes of a stream
         self._now_s = now_s
         self._busy_s = busy_s
         self._measured_s, self._busy_then_s = now_s(), busy_s()
-        self._is_busy = False
         self._written_s = 0.0
+        self._paused: list[asyncio.Future[None]] = []  # until the end of the pause under way
 
     def wrote(self) -> None:
         """Call after each write, of any stream."""
         now_s = self._written_s = self._now_s()
-        if now_s - self._measured_s >= LOAD_INTERVAL_S:
+        if (passed_s := now_s - self._measured_s) >= LOAD_INTERVAL_S:
             busy_s = self._busy_s()
-            self._is_busy = busy_s - self._busy_then_s >= BUSY_SHARE * (now_s - self._measured_s)
+            share = (busy_s - self._busy_then_s) / passed_s
             self._measured_s, self._busy_then_s = now_s, busy_s
-
-    @property
-    def pause_s(self) -> float:
-        """How long a stream waits after a write of its own; 0 on a router that has time."""
-        return PAUSE_S if self._is_busy else 0.0
+            if share >= BUSY_SHARE:
+                self.pause_s = min(MAX_PAUSE_S, self.pause_s + PAUSE_S)
+            elif share < CALM_SHARE:
+                self.pause_s = max(0.0, self.pause_s - PAUSE_S)
 
     @property
     def left_s(self) -> float:
-        """As `pause_s`, counted from the last write of any stream."""
-        return max(0.0, self._written_s + PAUSE_S - self._now_s()) if self._is_busy else 0.0
+        """Of the pause after the last write of any stream."""
+        return max(0.0, self._written_s + self.pause_s - self._now_s()) if self.pause_s else 0.0
+
+    async def pause(self) -> None:
+        """Returns when the next pause ends, for all streams together: their writes then cost less than one by one."""
+        loop = asyncio.get_running_loop()
+        if not self._paused:
+            loop.call_later(self.pause_s, self._end)
+        self._paused.append(ended := loop.create_future())
+        await ended
+
+    def _end(self) -> None:
+        paused, self._paused = self._paused, []
+        for_each_in_turns(paused, _set_done)
+
+
+def for_each_in_turns(streams: list[Stream], do: Callable[[Stream], None]) -> None:
+    """Calls `do` for each, AT_ONCE of them now."""
+    for stream in streams[:AT_ONCE]:
+        do(stream)
+    if len(streams) > AT_ONCE:
+        asyncio.get_running_loop().call_soon(for_each_in_turns, streams[AT_ONCE:], do)
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -121,20 +121,20 @@ class ResponseStream:
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
         self._on_cancel: Callable[[], None] | None = on_cancel  # None after the end: it would be a reference cycle
         self._pieces: list[TextPiece] = []
-        self._times: list[float] | None = None  # of the pieces, once `next_timed` was called
+        self._times: list[float] | None = None  # of the pieces, once `keep_times` was called
         self._error: TandemError | None = None  # None once raised: its traceback would be a reference cycle
         self._waiting: asyncio.Future[None] | None = None  # `next` awaits it
         self._wakes: Callable[[], None] | None = None  # replaces `next`
 
-    async def next_timed(self) -> list[tuple[TextPiece, float]]:
-        """As `next`, with the monotonic seconds at which each came. The first call may have pieces that came before,
-        with the time of the call."""
-        if self._times is None:
-            now_s = time.monotonic()
-            self._times = [now_s] * len(self._pieces)
-        pieces = await self.next()
+    def keep_times(self) -> None:
+        """For `take_times`, from now on. Pieces that came before get this time."""
+        self._times = [time.monotonic()] * len(self._pieces)
+
+    def take_times(self) -> list[float]:
+        """The monotonic seconds at which each piece came that was taken since the last call."""
+        assert self._times is not None  # after `keep_times`
         times, self._times = self._times, []
-        return list(zip(pieces, times, strict=True))
+        return times
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Calls `wake` on every change from now on, so that one reader can wait for several streams."""

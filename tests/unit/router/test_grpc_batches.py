@@ -36,7 +36,7 @@ async def test_each_token_of_a_batch_has_its_text_and_its_time(
     alone = await chunks(cluster, prompt="Hi")
     assert {len(chunk.token_ids) for chunk in alone} == {1}
     assert not any(chunk.text_ends for chunk in alone)
-    monkeypatch.setattr(WritePauses, "pause_s", 0.025)
+    monkeypatch.setattr(WritePauses, "wrote", lambda pauses: setattr(pauses, "pause_s", 0.025))
     batches = await chunks(cluster, prompt="Hi")
     assert joined(batches) == joined(alone)
     assert max(len(chunk.token_ids) for chunk in batches) > 1

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +51,31 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+def test_threads_that_wake_do_not_interrupt_the_main_one() -> None:
+    """Nor do those that they start."""
+    code = """if True:
+        import os, threading
+        from router.__main__ import let_threads_wait
+        go, policies = threading.Event(), []
+
+        def start_another():
+            go.wait()
+            another = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+            another.start()
+            another.join()
+            policies.append(os.sched_getscheduler(0))
+
+        thread = threading.Thread(target=start_another)
+        thread.start()
+        let_threads_wait()
+        go.set()
+        thread.join()
+        assert policies == [os.SCHED_BATCH] * 2, policies
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("option", ["http_port", "grpc_port"])
