@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Stream = TypeVar("Stream")
-LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
+LOAD_INTERVAL_S = 0.25  # how often the load is measured; a shorter peak is no reason to delay tokens
 BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
-CALM_SHARE = 0.6  # below this, it has caught up: less pause would not make it busy again at once
+CALM_SHARE = 0.6  # below this, it has caught up, and needs no pauses
 PAUSE_S = 0.025  # the first pause between two writes, and by how much it changes at each measurement
 MAX_PAUSE_S = 0.075
 AT_ONCE = 16  # streams; then other events have their turn, such as new requests and their first tokens
@@ -41,8 +41,8 @@ class WritePauses:
             self._measured_s, self._busy_then_s = now_s, busy_s
             if share >= BUSY_SHARE:
                 self.pause_s = min(MAX_PAUSE_S, self.pause_s + PAUSE_S)
-            elif share < CALM_SHARE:
-                self.pause_s = max(0.0, self.pause_s - PAUSE_S)
+            else:
+                self.pause_s = max(0.0, self.pause_s - PAUSE_S) if share >= CALM_SHARE else 0.0
 
     @property
     def left_s(self) -> float:
