@@ -42,7 +42,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if gt (.Values.node.minReplicas | int) (.Values.node.replicas | int) -}}
 {{- fail (printf "node.minReplicas: expected at most node.replicas (%v), got %v" .Values.node.replicas .Values.node.minReplicas) -}}
 {{- end -}}
-{{- $need := dict "cpus" 0.0 "gpus" 0.0 "wide" 0 "pools" 0.0 "ranks" list -}}
+{{- $need := dict "cpus" 0.0 "gpus" 0.0 "wide" 0 "pools" 0.0 "ranks" list "workers" list -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- include "tandem.addModel" (list $ $index $model $need) -}}
 {{- end -}}
@@ -59,6 +59,8 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if gt $wanted (int $gpus) -}}
 {{- fail (printf "node.gpus: expected %v or more over %v (engine.device_share of a GPU for each rank, workers × tp: %s), got %v" $wanted (include "tandem.nodes" $nodes) (join ", " $need.ranks) $gpus) -}}
 {{- end -}}
+{{- include "tandem.checkPacking" (list . $nodes $need.workers) -}}
+{{- include "tandem.checkAutoscaler" . -}}
 {{- with get $limits "memory" -}}
 {{- $memory := include "tandem.quantity" . | float64 -}}
 {{- $shared := include "tandem.quantity" (include "tandem.sharedMemory" $) | float64 -}}
@@ -73,6 +75,54 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- $ending := addf $drain (float64 .Values.preStopSeconds) 10.0 -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
 {{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds + cluster.router.drain_timeout_s + 10 to stop), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Places workers that need whole GPUs on nodes, the widest first, as their ranks share a node. Fails at the first one that
+no node has room for. */ -}}
+{{- define "tandem.checkPacking" -}}
+{{- $root := index . 0 -}}{{- $nodes := index . 1 | int -}}{{- $workers := index . 2 -}}
+{{- $each := $root.Values.node.gpus | int -}}
+{{- $free := dict -}}
+{{- range $node := until $nodes }}{{ $_ := set $free (toString $node) $each }}{{ end -}}
+{{- range $width := untilStep $each 0 -1 -}}
+{{- range $worker := $workers -}}
+{{- if eq (int $worker.gpus) $width -}}
+{{- $found := "" -}}
+{{- range $node := until $nodes -}}
+{{- if and (not $found) (ge (get $free (toString $node) | int) $width) }}{{ $found = toString $node }}{{ end -}}
+{{- end -}}
+{{- if not $found -}}
+{{- fail (printf "node.gpus: %s has a worker of %d GPUs that fits on no node: the ranks of a worker share a node, and what is left of %s of %d GPUs is less on each; add a node, or choose tp so that workers fill nodes" $worker.name $width (include "tandem.nodes" $nodes) $each) -}}
+{{- end -}}
+{{- $_ := set $free $found (sub (get $free $found | int) $width) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The autoscaler's limits must have room on the most nodes there may be. */ -}}
+{{- define "tandem.checkAutoscaler" -}}
+{{- $scaler := default dict .Values.cluster.autoscaler -}}
+{{- if and $scaler.enabled $scaler.max_workers -}}
+{{- $nodes := add (max (.Values.node.maxReplicas | int) (.Values.node.replicas | int)) (ternary 1 0 .Values.node.onHead) | int -}}
+{{- if and .Values.node.onHead (not (.Values.node.replicas | int)) }}{{ $nodes = 1 }}{{ end -}}
+{{- $least := 0.0 -}}
+{{- range $index, $model := .Values.cluster.models -}}
+{{- $narrow := 0.0 -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := default dict (get $model $role) -}}
+{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
+{{- $gpus := mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
+{{- if not (hasPrefix "cuda" (default "cpu" $engine.device)) }}{{ $gpus = 0.0 }}{{ end -}}
+{{- if or (eq $narrow 0.0) (lt $gpus $narrow) }}{{ $narrow = $gpus }}{{ end -}}
+{{- end -}}
+{{- $least = addf $least (mulf $narrow (float64 $scaler.max_workers)) -}}
+{{- end -}}
+{{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
+{{- if gt $least (float64 $gpus) -}}
+{{- fail (printf "cluster.autoscaler.max_workers: expected at most what %s can hold (node.maxReplicas × node.gpus: %d GPUs), got %d workers of each model, which need at least %v; lower it, or raise node.maxReplicas" (include "tandem.nodes" $nodes) $gpus (int $scaler.max_workers) $least) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -103,6 +153,10 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if $cuda -}}
 {{- $_ := set $need "gpus" (addf $need.gpus (mulf (float64 $ranks) $share)) -}}
 {{- if gt $share 0.5 }}{{ $_ := set $need "wide" (add $need.wide $ranks | int) }}{{ end -}}
+{{- $gpus := ternary $tp 1 (gt $share 0.5) | int -}}
+{{- range $_ := until (ternary (div $ranks $tp | int) 0 (gt $share 0.5)) -}}
+{{- $_ := set $need "workers" (append $need.workers (dict "gpus" $gpus "name" (printf "cluster.models[%d].%s" $index $role))) -}}
+{{- end -}}
 {{- $_ := set $need "ranks" (append $need.ranks (printf "cluster.models[%d].%s %d × %d" $index $role (div $ranks $tp) $tp)) -}}
 {{- else if not $engine.kv_blocks -}}
 {{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}

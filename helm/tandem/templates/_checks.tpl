@@ -45,6 +45,15 @@
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
 {{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), because gateway.enabled is true" -}}
 {{- end -}}
+{{- include "tandem.checkGateway" . -}}
+{{- with .Values.service -}}
+{{- if and .loadBalancerClass (ne .type "LoadBalancer") -}}
+{{- fail (printf "service.loadBalancerClass: expected none with service.type %s: Kubernetes takes it of a LoadBalancer only" .type) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.serviceAccount.name .Values.serviceAccount.annotations -}}
+{{- fail "serviceAccount.annotations: expected none with serviceAccount.name: the chart does not change an existing ServiceAccount" -}}
+{{- end -}}
 {{- with .Values.ingress -}}
 {{- if and .enabled (not .host) -}}
 {{- fail "ingress.host: expected a host name, because ingress.enabled is true: without one the Ingress would match every host" -}}
@@ -56,6 +65,34 @@
 {{- include "tandem.checkPods" . -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
+{{- end -}}
+
+{{- define "tandem.checkGateway" -}}
+{{- with .Values.gateway -}}
+{{- if and .enabled .grpcHostnames (not .hostnames) -}}
+{{- fail (printf "gateway.hostnames: expected the hosts of HTTP, because gateway.grpcHostnames is set: without hosts the HTTPRoute would take %s too" (first .grpcHostnames)) -}}
+{{- end -}}
+{{- range .grpcHostnames -}}
+{{- if has . $.Values.gateway.hostnames -}}
+{{- fail (printf "gateway.grpcHostnames: expected hosts other than gateway.hostnames, got %s in both: a listener gives a host to one kind of route, and the Gateway would drop the other" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $weights := .weight | int -}}
+{{- $seen := list $.Release.Name -}}
+{{- range $number, $each := .backends -}}
+{{- if has $each.release $seen -}}
+{{- fail (printf "gateway.backends[%d].release: expected each release once, and not this one (gateway.weight), got %s again" $number $each.release) -}}
+{{- end -}}
+{{- $seen = append $seen $each.release -}}
+{{- $weights = add $weights $each.weight | int -}}
+{{- end -}}
+{{- if and .enabled (not $weights) -}}
+{{- fail "gateway.weight: expected at least one of gateway.weight and the weights of gateway.backends above 0: the routes would answer nothing" -}}
+{{- end -}}
+{{- if and .enabled (include "tandem.edgeSecret" $) (not .backendTls.caConfigMap) (not .backendTls.wellKnownCas) -}}
+{{- fail "gateway.backendTls.caConfigMap: expected the name of a ConfigMap with the authority of the routers' certificate at ca.crt (or gateway.backendTls.wellKnownCas: true), because tls.edge is set: the Gateway would call the routers without TLS" -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Names in `pod` values that are the chart's: Kubernetes would take one of the two, or refuse the pod. */ -}}
@@ -123,6 +160,9 @@
 {{- $volume := or .Values.models.existingClaim .Values.models.hostPath -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- $source := default "smollm2-135m" $model.source -}}
+{{- if contains "://" $source -}}
+{{- fail (printf "cluster.models[%d].source: expected a hub name or a folder below /models, got %s: nothing here reads from such a store; copy the model to models.existingClaim or models.hostPath" $index $source) -}}
+{{- end -}}
 {{- if and (hasPrefix "/" $source) (not (hasPrefix "/models/" $source)) -}}
 {{- fail (printf "cluster.models[%d].source: expected a folder below /models, where models.existingClaim or models.hostPath is mounted, or a hub name, got %s" $index $source) -}}
 {{- end -}}

@@ -3,12 +3,18 @@
 {{- end -}}
 
 {{- define "tandem.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains (include "tandem.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- include "tandem.releaseName" (list . .Release.Name) -}}
+{{- end -}}
+
+{{- /* The full name of a release, of this one or another whose values have the same names. */ -}}
+{{- define "tandem.releaseName" -}}
+{{- $root := index . 0 -}}{{- $release := index . 1 -}}
+{{- if and $root.Values.fullnameOverride (eq $release $root.Release.Name) -}}
+{{- $root.Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "tandem.name" $root) $release -}}
+{{- $release | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "tandem.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- printf "%s-%s" $release (include "tandem.name" $root) | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -32,11 +38,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "tandem.image" -}}
-{{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
-{{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $version := ternary (print "@" .Values.image.digest) (print ":" (.Values.image.tag | default .Chart.AppVersion)) (ne .Values.image.digest "") -}}
+{{- include "tandem.fromRegistry" (list . (print .Values.image.repository $version)) -}}
 {{- end -}}
+
+{{- /* An image in global.imageRegistry, if that is set. As in Docker, a first part with a dot or a colon is its own registry. */ -}}
+{{- define "tandem.fromRegistry" -}}
+{{- $image := index . 1 -}}
+{{- $own := regexFind "^(localhost|[^/]*[.:][^/]*)/" $image -}}
+{{- with (index . 0).Values.global.imageRegistry -}}
+{{ . }}/{{ trimPrefix $own $image }}
+{{- else -}}
+{{ $image }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (include "tandem.fullname" .) -}}
 {{- end -}}
 
 {{- /* "true" if several pods exchange KV and prefix events, else empty. */ -}}

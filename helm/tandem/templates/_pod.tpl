@@ -195,7 +195,7 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- /* Args: (root, head or node). */ -}}
 {{- define "tandem.podSpec" -}}
 {{- $root := index . 0 -}}
-serviceAccountName: {{ include "tandem.fullname" $root }}
+serviceAccountName: {{ include "tandem.serviceAccount" $root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ $root.Values.terminationGracePeriodSeconds }}

@@ -373,6 +373,30 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("tls.internal.certManager.enabled=true", "tls.internal.certManager.issuerRef.name: expected"),
         ("tls.edge.existingSecret=x,tls.edge.certManager.enabled=true", "tls.edge: expected existingSecret or"),
         ("gateway.enabled=true", "gateway.parentRefs: expected at least one"),
+        (
+            "gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.grpcHostnames[0]=a.example",
+            "gateway.hostnames: expected the hosts of HTTP, because gateway.grpcHostnames is set",
+        ),
+        (
+            "gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.hostnames[0]=a.example,"
+            "gateway.grpcHostnames[0]=b.example,gateway.grpcHostnames[1]=a.example",
+            "gateway.grpcHostnames: expected hosts other than gateway.hostnames, got a.example in both",
+        ),
+        (
+            "gateway.enabled=true,gateway.parentRefs[0].name=g,tls.edge.existingSecret=edge",
+            "gateway.backendTls.caConfigMap: expected the name of a ConfigMap",
+        ),
+        ("gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.weight=0", "gateway.weight: expected at least one"),
+        (
+            "gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.backends[0].release=test,"
+            "gateway.backends[0].weight=1",
+            "gateway.backends[0].release: expected each release once, and not this one",
+        ),
+        ("cluster.models[0].source=s3://bucket/model", "cluster.models[0].source: expected a hub name or a folder"),
+        ("monitoring.prometheusRule.runbookUrl=docs", "/monitoring/prometheusRule/runbookUrl"),
+        ("service.loadBalancerClass=x", "service.loadBalancerClass: expected none with service.type ClusterIP"),
+        ("serviceAccount.name=mine,serviceAccount.annotations.a=b", "serviceAccount.annotations: expected none with"),
+        ("global.imageRegistry=registry.example/", "/global/imageRegistry"),
         ("ingress.enabled=true", "ingress.host: expected a host name"),
         ("cluster.models[0].source=/models/x", "models.existingClaim: expected a claim"),
         ("cluster.models[0].source=/data/x", "cluster.models[0].source: expected a folder below /models"),

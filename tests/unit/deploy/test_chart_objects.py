@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data"
 OLDEST, NEWEST = "1.27", "1.37"
 RAY_CLUSTER = yaml.safe_load((DATA / "raycluster.schema.yaml").read_text())
-CUSTOM = {"RayCluster", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+CUSTOM = {
+    "RayCluster", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute",
+    "BackendTLSPolicy",
+}  # fmt: skip
 IMMUTABLE = {
     "Deployment": ("spec.selector",),
     "Service": ("spec.clusterIP",),

@@ -25,7 +25,8 @@ from tandem.testing.models import write_tiny_llama
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "helm" / "tandem" / "files"
 RUNBOOKS = ROOT / "docs" / "runbooks"
-GROUPS: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts" / "tandem.yaml").read_text())["groups"]
+ALERT_FILES = sorted((FILES / "alerts").glob("*.yaml"))
+GROUPS: list[dict[str, Any]] = [each for path in ALERT_FILES for each in yaml.safe_load(path.read_text())["groups"]]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 PAGES = {page.stem: page for page in RUNBOOKS.glob("*.md") if page.stem != "index"}

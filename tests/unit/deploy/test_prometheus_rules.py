@@ -13,7 +13,7 @@ from deploy.grafana.promql import mean
 from deploy.grafana.ttft import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
-RULES = ROOT / "helm" / "tandem" / "files" / "alerts" / "tandem.yaml"
+RULES = sorted((ROOT / "helm" / "tandem" / "files" / "alerts").glob("*.yaml"))
 CASES = sorted((ROOT / "tests" / "data" / "prometheus").glob("*.yaml"))
 
 pytestmark = pytest.mark.system
@@ -25,7 +25,7 @@ def promtool(*arguments: str | Path) -> None:
 
 
 def test_the_rules_are_well_formed() -> None:
-    promtool("check", "rules", RULES)
+    promtool("check", "rules", *RULES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
