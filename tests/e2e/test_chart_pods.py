@@ -97,11 +97,16 @@ class Pod:
         }
         for name in ("etc", "home", "bin"):
             (folder / name).mkdir(parents=True)
-        for name, text in files.items():
-            (folder / "etc" / name).write_text(self._here(text))
+        self.mount(files)
         (folder / "bin" / "valkey-server").symlink_to(embedded_redis.binary())
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
+
+    def mount(self, files: dict[str, str]) -> None:
+        """Files of the ConfigMap, also changed ones."""
+        for name, text in files.items():
+            (self.folder / "new").write_text(self._here(text))
+            (self.folder / "new").rename(self.folder / "etc" / name)
 
     def _here(self, text: str) -> str:
         for path, here in self._paths.items():
@@ -210,6 +215,13 @@ class Deployment:
             if name == "node":  # KubeRay's own init container
                 self.wait(self.ray_answers, 90.0)
             self.pods[name].start(given | command)
+
+    def config_with(self, model: Manifest) -> str:
+        """The head's cluster.yaml with changed fields of its model."""
+        spec = yaml.safe_load(self.manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
+        for name, fields in model.items():
+            spec["models"][0][name] |= fields
+        return yaml.safe_dump(spec)
 
     def ray_answers(self) -> bool:
         return self.pods["head"].execute(["ray", "health-check", "--address", f"{HEAD_IP}:6379"]).returncode == 0
@@ -374,6 +386,12 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
 
     # The first may have come before a router knew of the link: then the decode worker prefilled them itself.
     deployment.wait(handed_over, 30.0)
+
+    # A changed ConfigMap is applied by the running pods.
+    before = {worker["id"]: worker["epoch"] for worker in status["workers"]}
+    head.mount({"cluster.yaml": deployment.config_with({"prefill": {"workers": 0}, "decode": {"workers": 2}})})
+    deployment.wait(lambda: {worker["role"] for worker in deployment.status()["workers"]} == {"decode"}, 60.0)
+    assert {worker["id"]: worker["epoch"] for worker in deployment.status()["workers"]} == before
 
     # A running request is answered to its end while the head drains.
     running = ask(node, 8000, 100)

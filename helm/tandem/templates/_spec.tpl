@@ -92,8 +92,25 @@ colons must be written by the YAML writer. */ -}}
 {{- toYaml $found -}}
 {{- end -}}
 
-{{- /* The head's files. A changed checksum makes a new head pod, so they contain nothing that changes with the chart's version
-alone. */ -}}
+{{- /* What makes a new head pod if it changes: its files, but for what `tandem apply` changes in a running cluster
+(cluster/spec/changes.py), which start-head.sh does. It contains nothing that changes with the chart's version alone. */ -}}
+{{- define "tandem.fixedConfig" -}}
+{{- $spec := include "tandem.clusterSpec" . | fromYaml -}}
+{{- $_ := unset $spec "autoscaler" -}}
+{{- range $model := $spec.models -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- with get $model $role -}}
+{{- $_ := unset . "workers" -}}
+{{- end -}}
+{{- if not (get $model $role) }}{{ $_ := unset $model $role }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $spec }}
+{{ include "tandem.requirements" . }}
+{{ .Files.Get "files/start-head.sh" }}
+{{- end -}}
+
+{{- /* The head's files. */ -}}
 {{- define "tandem.configFiles" -}}
 cluster.yaml: |
   {{- include "tandem.clusterSpec" . | nindent 2 }}

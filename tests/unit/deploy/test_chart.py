@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.spec.changes import LIVE
 from tandem.config.spec import ClusterSpec, Role, TransferSpec, TransportKind
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -342,12 +343,20 @@ def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:
     assert "initContainers" not in head_of(local)["template"]["spec"]
 
 
-def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
-    def checksum(*arguments: str) -> str:
-        annotations = head_of(render(*arguments))["template"]["metadata"]["annotations"]
-        return str(annotations["checksum/config"])
+def test_a_spec_changed_where_it_is_fixed_changes_the_head_pod_and_only_then(render: Render) -> None:
+    def cluster(setting: str = "cluster.models[0].engine.device=cpu") -> Manifest:
+        room = "node.resources.requests.cpu=8,node.resources.limits.memory=64Gi"
+        return render("--set", f"{room},cluster.models[0].engine.device=cpu,{setting}")["RayCluster", "test-tandem"]
 
-    assert checksum() != checksum("--set", "cluster.log_level=debug")
+    before = cluster()
+    for setting in ("cluster.log_level=debug", "cluster.models[0].decode.tp=2", "cluster.router.replicas=2"):
+        assert cluster(setting) != before, setting
+    for field in LIVE:
+        path = field.replace("models.*", "models[0]").replace("autoscaler.*", "autoscaler.enabled")
+        setting = f"cluster.{path}={'true' if path.endswith('enabled') else 2}"
+        assert cluster(setting) == before, setting
+    less = render("--set", "cluster.models[0].prefill.workers=0")
+    assert less["ConfigMap", "test-tandem"] != render()["ConfigMap", "test-tandem"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ def head_pod(
     data = render()["ConfigMap", "test-tandem"]["data"]
     (tmp_path / "cluster.yaml").write_text(data["cluster.yaml"])
     script = data["start-head.sh"].replace("/etc/tandem", str(tmp_path)).replace("/tmp/tandem", str(tmp_path / "run"))
+    script = script.replace("sleep 5", "sleep 0.1")
     programs = {
         "python": f'exec {sys.executable} "$@"',
         "ray": f"case $1 in start) touch {tmp_path}/up; exec sleep 60 ;; *) test -e {tmp_path}/up ;; esac",
-        "tandem": f"exec {sys.executable} {tmp_path}/tandem.py",
+        "tandem": f"if [ $1 = apply ]; then cat $2 >>{tmp_path}/applied; echo --- >>{tmp_path}/applied; "
+        f"test -e {tmp_path}/ready; else exec {sys.executable} {tmp_path}/tandem.py; fi",
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -62,8 +65,48 @@ def test_the_start_script_gives_tandem_the_pods_address_and_a_clean_end(head_pod
     assert head_pod.wait(60) == 0
 
 
+def applied(folder: Path, count: int) -> list[ClusterSpec]:
+    """The specs of the first `count` calls of `tandem apply`."""
+    until_s = time.monotonic() + 60
+    found = folder / "applied"
+    while not found.exists() or found.read_text().count("---") < count:
+        assert time.monotonic() < until_s, "tandem apply was not called"
+        time.sleep(0.05)
+    return [ClusterSpec.model_validate(yaml.safe_load(text)) for text in found.read_text().split("---\n")[:count]]
+
+
+def test_a_changed_config_map_is_applied_once_the_cluster_takes_it(
+    head_pod: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    started = spec_that_reached_tandem(head_pod)
+    mounted = tmp_path / "cluster.yaml"
+
+    def change(workers: int) -> None:
+        spec = yaml.safe_load(mounted.read_text())
+        spec["models"][0]["decode"]["workers"] = workers
+        (tmp_path / "newer").write_text(yaml.safe_dump(spec))
+        (tmp_path / "newer").rename(mounted)
+
+    change(2)
+    first, second = applied(tmp_path, 2)  # it still starts, and says no
+    assert first == second
+    assert (first.models[0].decode.workers, first.router.http_host) == (2, POD_IP)
+    assert started.models[0].decode.workers == 1
+    (tmp_path / "ready").touch()
+    until_s = time.monotonic() + 60
+    while (tmp_path / "run" / "applied").read_text() != mounted.read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    calls = (tmp_path / "applied").read_text().count("---")
+    time.sleep(0.5)
+    assert (tmp_path / "applied").read_text().count("---") == calls, "once it was applied, never again"
+    change(3)
+    assert applied(tmp_path, calls + 1)[-1].models[0].decode.workers == 3
+
+
 def test_the_head_pod_ends_when_ray_does(head_pod: subprocess.Popen[str]) -> None:
     spec_that_reached_tandem(head_pod)
-    (ray,) = [child for child in psutil.Process(head_pod.pid).children(recursive=True) if child.name() == "sleep"]
+    children = psutil.Process(head_pod.pid).children(recursive=True)
+    (ray,) = [child for child in children if child.cmdline() == ["sleep", "60"]]
     ray.terminate()
     assert head_pod.wait(60) == 0
