@@ -46,6 +46,13 @@
 {{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), because gateway.enabled is true" -}}
 {{- end -}}
 {{- include "tandem.checkGateway" . -}}
+{{- if .Values.node.onHead -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" -}}
+{{- if get $.Values.head $key -}}
+{{- fail (printf "head.%s: expected none with node.onHead: true: the head pod is placed as a node then; set node.%s, or node.onHead: false" $key $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.service -}}
 {{- if and .loadBalancerClass (ne .type "LoadBalancer") -}}
 {{- fail (printf "service.loadBalancerClass: expected none with service.type %s: Kubernetes takes it of a LoadBalancer only" .type) -}}

@@ -205,8 +205,10 @@ securityContext:
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- if or $root.Values.node.onHead (eq (index . 1) "node") }}
 {{- with $root.Values.node.runtimeClassName }}
 runtimeClassName: {{ . }}
+{{- end }}
 {{- end }}
 {{- with include "tandem.podSettings" . | trim }}
 {{ . }}

@@ -403,6 +403,8 @@ def test_a_spec_changed_where_it_is_fixed_changes_the_head_pod_and_only_then(ren
         ),
         ("cluster.models[0].source=s3://bucket/model", "cluster.models[0].source: expected a hub name or a folder"),
         ("monitoring.prometheusRule.runbookUrl=docs", "/monitoring/prometheusRule/runbookUrl"),
+        ("head.nodeSelector.a=b", "head.nodeSelector: expected none with node.onHead: true"),
+        ("networkPolicy.dns.port=0", "/networkPolicy/dns/port"),
         ("service.loadBalancerClass=x", "service.loadBalancerClass: expected none with service.type ClusterIP"),
         ("serviceAccount.name=mine,serviceAccount.annotations.a=b", "serviceAccount.annotations: expected none with"),
         ("global.imageRegistry=registry.example/", "/global/imageRegistry"),

@@ -155,6 +155,42 @@ def test_pods_run_under_the_service_account_that_is_named(render: Render) -> Non
     assert set(re.findall(r"serviceAccountName: (\S+)", text)) == {"mine"}
 
 
+def test_names_are_looked_up_where_the_values_say(render: Render) -> None:
+    (rule,) = render(*values("openshift"))["NetworkPolicy", "test-tandem-names"]["spec"]["egress"]
+    assert [each["port"] for each in rule["ports"]] == [5353, 5353]
+    assert rule["to"][0]["podSelector"]["matchLabels"] == {"dns.operator.openshift.io/daemonset-dns": "default"}
+    (rule,) = render()["NetworkPolicy", "test-tandem-names"]["spec"]["egress"]
+    assert rule["to"][0]["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+
+
+def test_openshift_chooses_who_the_pods_are(render: Render) -> None:
+    text = yaml.safe_dump_all(render(*values("openshift")).values())
+    assert "runAsUser" not in text
+    assert "runAsGroup" not in text
+    assert "fsGroup" not in text
+    assert "runAsNonRoot: true" in text
+
+
+@pytest.mark.parametrize(("url", "port"), [("https://id.example/keys", 443), ("https://id.example:8443/keys", 8443)])
+def test_the_head_reaches_the_issuers_keys(render: Render, url: str, port: int) -> None:
+    jwt = f"cluster.security.auth.jwt.jwks_url={url},cluster.security.auth.jwt.issuer=https://id.example"
+    settings = f"{jwt},cluster.security.auth.jwt.audience=tandem,models.pull=false,models.existingClaim=weights"
+    policy = render("--set", settings)["NetworkPolicy", "test-tandem-jwks"]["spec"]
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": port}]}]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
+    assert ("NetworkPolicy", "test-tandem-jwks") not in render()
+
+
+@pytest.mark.parametrize("on_head", [True, False])
+def test_a_runtime_class_is_for_pods_with_workers(render: Render, *, on_head: bool) -> None:
+    settings = f"{GPU}node.gpus=2,node.replicas=1,node.runtimeClassName=nvidia"
+    if on_head:
+        settings = settings.replace("node.onHead=false", "node.onHead=true")
+    spec = render("--set", settings)["RayCluster", "test-tandem"]["spec"]
+    pods = [each["template"]["spec"] for each in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    assert [pod.get("runtimeClassName") for pod in pods] == ["nvidia" if on_head else None, "nvidia"]
+
+
 def test_a_load_balancer_may_have_a_class(render: Render) -> None:
     settings = "service.type=LoadBalancer,service.loadBalancerClass=a.example/lb,cluster.security.auth.mode=none"
     manifests = render("--set", settings)
