@@ -253,7 +253,7 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
             service.flush()
             return reason
     finally:
-        engine.close()
+        rank.close()
 
 
 def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
@@ -279,6 +279,7 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its leader; to end before it is to die
         rank.follow()
+        rank.close()
 
 
 def main(make_roles: MakeRoles, description: str) -> None:

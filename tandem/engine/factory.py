@@ -58,6 +58,13 @@ class Rank:
             raise ConfigError("only rank 0 of a worker has an engine", field="rank")
         return self.leader
 
+    def close(self) -> None:
+        """The last call. Rank 0 tells the others to stop."""
+        if self.leader is not None:
+            self.leader.close()
+        if self.group is not None:
+            self.group.close()
+
     def follow(self) -> None:
         """Runs the leader's steps until it stops. A step that fails alike on all ranks is skipped: the leader ends the
         request that made it fail. Raises WorkerLost if the leader is gone or silent, or if a step runs out of memory or

@@ -68,6 +68,11 @@ class TpGroup:
         except RuntimeError as error:
             raise _lost(error) from error
 
+    def close(self) -> None:
+        """Ends the threads of steps. One that still lets go of the last step when the interpreter ends would abort the
+        process."""
+        del self._steps, self._failures
+
     def least(self, value: int) -> int:
         """The least `value` of all ranks, each of which calls this. Raises WorkerLost if one is gone or hangs."""
         return _least(self._steps, [value])[0]

@@ -39,14 +39,16 @@ from tandem.engine.factory import build_rank
 from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, rank, size, spec = sys.argv[1:]
-build_rank(
+rank = build_rank(
     Path(model_dir),
     EngineSpec.model_validate_json(spec),
     rank=int(rank),
     size=int(size),
     rendezvous_file=Path(rendezvous),
     exporter=NoExport(),
-).follow()
+)
+rank.follow()
+rank.close()
 """
 
 # A rank, the leader too, that fails for steps with token 299: in the second layer, so after collectives.
@@ -86,7 +88,7 @@ driver.add("later", list(range(30)), GREEDY)
 driver.run()
 print(*(name for name, end in driver.ends.items() if isinstance(end, TandemError)), sep=",")
 print(*driver.tokens["well"], *driver.tokens["later"])
-rank.engine.close()
+rank.close()
 """
 
 LEAD_ONCE_AND_DIE = """
@@ -158,7 +160,7 @@ def test_ranks_together_equal_the_reference(
 def ranks_with_poison(model_dir: Path, rendezvous: Path, layers: tuple[int, int]) -> tuple[str, list[int]]:
     """What a leader printed that fails in the first of `layers`, beside a follower that does in the second; and their
     exit codes."""
-    of_rank = (FOLLOW.replace("build_rank(\n", "rank = build_rank(\n").replace(".follow()", "") + LEAD, FOLLOW)
+    of_rank = (FOLLOW.replace("rank.follow()\nrank.close()\n", "") + LEAD, FOLLOW)
     started = [
         start(
             POISONED.replace("LAYER", str(layer)) + script, model_dir, rendezvous, rank, 2, SPEC.model_dump_json(),
