@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from router.observe.metrics.core import CoreCollector
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.metrics.prefix_index import IndexCollector
+from router.observe.metrics.queue import QueueCollector
 from router.observe.slo import SloCollector, slo_outcome
 from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
 from router.prefix_index.follower import PrefixFollower
@@ -123,7 +123,7 @@ class RouterMetrics:
 
     def watch_core(self, core: RequestCore) -> None:
         """Reads its queue, its requests under way and its observers' failures at every scrape."""
-        self._registry.register(CoreCollector(core))
+        self._registry.register(QueueCollector(core))
 
     def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
         """Sets the classes whose objectives `judged` uses."""

@@ -1,4 +1,4 @@
-"""The core's queue and requests as Prometheus metrics, read at a scrape. Classes are labels, tenants never are."""
+"""The queue and the running requests as Prometheus metrics, read at a scrape. Classes are labels, tenants never are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from router.requests.core import RequestCore
 
 
-class CoreCollector(Collector):
+class QueueCollector(Collector):
     def __init__(self, core: RequestCore) -> None:
         self._core = core
         self._queue = core.queue
