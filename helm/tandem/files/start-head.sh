@@ -22,8 +22,7 @@ follow() {
   local said="" result
   while sleep 5 && kill -0 $$; do
     cmp -s /etc/tandem/cluster.yaml /tmp/tandem/applied && continue
-    cp /etc/tandem/cluster.yaml /tmp/tandem/next
-    filled /tmp/tandem/next >/tmp/tandem/next.yaml
+    cp /etc/tandem/cluster.yaml /tmp/tandem/next && filled /tmp/tandem/next >/tmp/tandem/next.yaml || continue
     if result=$(tandem apply /tmp/tandem/next.yaml 2>&1); then
       mv /tmp/tandem/next /tmp/tandem/applied
       echo "changed spec: $result"
