@@ -125,6 +125,8 @@ class ControllerProcess:
             )
             await self._keeper.report(STARTED, started.model_dump_json())
             await controller.wait_ready(self.progress)
+            if controller.stop_requested.is_set():
+                return 0
         except TandemError as error:
             log.info("cannot start: %s", error.message)
             await self._keeper.report(FAILED, FailureReport.of(error).model_dump_json())

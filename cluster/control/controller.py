@@ -201,7 +201,7 @@ class Controller:
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:
-        """Waits until every worker is registered, every link is up and every router serves.
+        """Waits until every worker is registered, every link is up and every router serves, or a stop is requested.
 
         Raises:
             TandemError: a part can never become ready, or `control.start_timeout_s` has passed.
@@ -209,7 +209,7 @@ class Controller:
         timeout_s = self.spec.control.start_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         reported = ""
-        while pending := await self._pending():
+        while (pending := await self._pending()) and not self.stop_requested.is_set():
             if pending != reported:
                 progress(f"waiting for {pending}")
                 reported = pending

@@ -147,11 +147,12 @@ class Controllers:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Without it, a bug in `_run` would leave the cluster without a controller, and `start` waiting."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             log.error("no controller can be started any more", exc_info=error)
             self.exit_code = FAILED_EXIT_CODE
-            if not self._ready.done():
-                self._ready.set_exception(error)
+        if not self._ready.done():
+            self._ready.set_exception(error or UnavailableError("the cluster was stopped before it was ready"))
         self.stopped.set()
 
     async def _kill_if_stuck(self) -> None:

@@ -79,7 +79,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- end -}}
 
 {{- /* Places workers that need whole GPUs on nodes, the widest first, as their ranks share a node. Fails at the first one that
-no node has room for. */ -}}
+no node has room for. With three widths or more a better order may exist; Ray does not look for one either. */ -}}
 {{- define "tandem.checkPacking" -}}
 {{- $root := index . 0 -}}{{- $nodes := index . 1 | int -}}{{- $workers := index . 2 -}}
 {{- $each := $root.Values.node.gpus | int -}}
@@ -109,13 +109,13 @@ no node has room for. */ -}}
 {{- if and .Values.node.onHead (not (.Values.node.replicas | int)) }}{{ $nodes = 1 }}{{ end -}}
 {{- $least := 0.0 -}}
 {{- range $index, $model := .Values.cluster.models -}}
-{{- $narrow := 0.0 -}}
+{{- $narrow := -1.0 -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := default dict (get $model $role) -}}
 {{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
 {{- $gpus := mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
 {{- if not (hasPrefix "cuda" (default "cpu" $engine.device)) }}{{ $gpus = 0.0 }}{{ end -}}
-{{- if or (eq $narrow 0.0) (lt $gpus $narrow) }}{{ $narrow = $gpus }}{{ end -}}
+{{- if or (lt $narrow 0.0) (lt $gpus $narrow) }}{{ $narrow = $gpus }}{{ end -}}
 {{- end -}}
 {{- $least = addf $least (mulf $narrow (float64 $scaler.max_workers)) -}}
 {{- end -}}

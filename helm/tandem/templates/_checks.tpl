@@ -96,6 +96,9 @@
 {{- if and .enabled (not $weights) -}}
 {{- fail "gateway.weight: expected at least one of gateway.weight and the weights of gateway.backends above 0: the routes would answer nothing" -}}
 {{- end -}}
+{{- if and .enabled .backends (include "tandem.edgeSecret" $) (not .backendTls.hostname) -}}
+{{- fail "gateway.backendTls.hostname: expected a name that the certificates of all releases have, because gateway.backends is set: each has its own Services' names otherwise" -}}
+{{- end -}}
 {{- if and .enabled (include "tandem.edgeSecret" $) (not .backendTls.caConfigMap) (not .backendTls.wellKnownCas) -}}
 {{- fail "gateway.backendTls.caConfigMap: expected the name of a ConfigMap with the authority of the routers' certificate at ca.crt (or gateway.backendTls.wellKnownCas: true), because tls.edge is set: the Gateway would call the routers without TLS" -}}
 {{- end -}}

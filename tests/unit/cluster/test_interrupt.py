@@ -81,6 +81,15 @@ def test_a_cluster_that_is_starting_shows_its_status_and_ends_cleanly(tmp_path: 
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
 
 
+def test_a_cluster_that_is_starting_can_be_stopped_by_command(tmp_path: Path) -> None:
+    with start_up(tmp_path) as process:
+        wait_for(process, "waiting for workers")
+        env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+        subprocess.check_call([sys.executable, "-m", "cluster", "down"], env=env, timeout=90)
+        process.wait(90)
+    assert not list((tmp_path / "state" / "tandem").glob("*.json"))
+
+
 @pytest.mark.slow
 def test_sigterm_lets_running_answers_end_before_the_cluster_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ def test_a_gateway_checks_the_certificate_of_the_routers_that_it_calls(render: R
     assert ("BackendTLSPolicy", "test-tandem") not in render(*values("two-racks"))
 
 
-def test_releases_share_a_route_by_weight(render: Render) -> None:
+def test_releases_share_a_route_by_weight(render: Render, refusal: Callable[..., str]) -> None:
     settings = (
         "gateway.enabled=true,gateway.parentRefs[0].name=g,cluster.security.auth.mode=none,cluster.router.replicas=2,"
         "gateway.weight=90,gateway.backends[0].release=green,gateway.backends[0].weight=10,"
@@ -106,6 +106,8 @@ def test_releases_share_a_route_by_weight(render: Render) -> None:
             *(("green-tandem-http", *each) for each in green),
         ]
     tls = "tls.edge.existingSecret=edge,gateway.backendTls.wellKnownCas=true"
+    assert "gateway.backendTls.hostname: expected a name" in refusal("--set", settings + tls)
+    tls += ",gateway.backendTls.hostname=llm.example.com"
     policy = render("--set", settings + tls)["BackendTLSPolicy", "test-tandem"]["spec"]
     assert [each["name"] for each in policy["targetRefs"]] == ["test-tandem-http", "green-tandem-http"]
 
