@@ -1,7 +1,7 @@
 """Ends what a local Ray leaves behind when the process that started it is killed: Ray's own agents stay for a minute.
 
 Run by a bare interpreter, `python -I -S FILE FOLDER HEAD KEEPER`, so it imports the standard library only. It waits for
-the end of its stdin, whose other end HEAD holds, then kills every process with a file of its Ray session open.
+the end of its stdin, whose other end HEAD holds, then kills every process that writes to a file of its Ray session.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -19,15 +20,16 @@ POLL_S = 0.2
 
 
 def pids_of(session: str, keeper: int) -> list[int]:
-    """The processes that have a file of this session of Ray open, without children of the keeper: a controller ends by
-    itself, and says why."""
+    """The processes that have a file of this session of Ray open for writing, as all of Ray's have their logs: whoever
+    reads one, or removes the folder, is not among them. Nor are children of the keeper: a controller ends by itself,
+    and says why."""
     found = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it ended, or is another user's
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            files = (os.readlink(each) for each in (process / "fd").iterdir())
+            files = (os.readlink(each) for each in (process / "fd").iterdir() if each.lstat().st_mode & stat.S_IWUSR)
             if parent != keeper and any(re.match(session, file) for file in files):
                 found.append(int(process.name))
     return found

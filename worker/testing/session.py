@@ -189,9 +189,18 @@ class ManualRouter:
             return answer
         join = worker_pb2.Join(request_id=work.request_id, first_token=first.token_id)
         decode.send(worker_pb2.RouterFrame(join=join))
-        await self._collect(decode, work.request_id, answer)
+        collecting = asyncio.create_task(self._collect(decode, work.request_id, answer))
+        sending = asyncio.create_task(prefill.event(work.request_id))  # the prefill worker's last event
+        try:
+            await asyncio.wait((collecting, sending), return_when=asyncio.FIRST_EXCEPTION)
+            if not collecting.done():
+                sending.result()  # it failed, so the blocks will not arrive
+            collecting.result()
+        finally:
+            collecting.cancel()
+            sending.cancel()
         if ticket.cached_tokens >= len(work.prompt):  # nothing was handed off
-            ended = await prefill.event(work.request_id)
+            ended = sending.result()
             if not isinstance(ended, worker_pb2.Ended) or ended.finish_reason:
                 raise WorkerLost(f"expected the prefill worker to say that it is done, got {ended}")
         return answer
