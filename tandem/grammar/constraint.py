@@ -94,7 +94,7 @@ def choice(choices: Sequence[str], field: str) -> Constraint:
         raise InputError(f"{field}: expected 1 to {MAX_CHOICES} texts, got {len(choices)}", field=field)
     if not all(choices):
         raise InputError(f"{field}: expected texts of at least one character, got an empty one", field=field)
-    return lark("start: " + " | ".join(json.dumps(each) for each in choices), field)
+    return lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in choices), field)
 
 
 def grammar(text: str, field: str) -> Constraint:

@@ -7,11 +7,13 @@ asked. So a preempted request, or one that another worker began, needs nothing s
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tandem.errors import InputError, RequestFailed
@@ -20,6 +22,7 @@ from tandem.grammar.compiler import MAX_FORCED_TOKENS, Allowed, GrammarCompiler,
 MASK_WAIT_S = 0.005  # of a step, for all its masks
 MAX_LATE_S = 5.0  # of a request, from when its next token could have been chosen
 KEPT_GRAMMARS = 64
+NICENESS = 10  # of its threads: a tenth of a core beside a busy thread of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,30 @@ class Following:
     is_complete: bool = False
 
 
+class SharedGrammar:
+    """A grammar as the answers of one tenant share it.
+
+    All copies of a compiled grammar share what the library has learnt of its lexer, which has a limit: then each copy
+    fails, whatever its own answer is, and a freshly compiled one goes on.
+
+    Args: `compile` begins to compile it.
+    """
+
+    def __init__(self, compile: Callable[[], Future[Matcher]]) -> None:
+        self._compile = compile
+        self.compiled = compile()
+
+    def renew(self, failed: Future[Matcher]) -> None:
+        """Compiles it again, once for all copies of `failed`."""
+        if self.compiled is failed:
+            self.compiled = self._compile()
+
+
 class GrammarRun:
     """The grammar of one request.
 
     Args:
-        compiled: what it starts from.
+        shared: what it starts from.
         answer_from: position of the answer's first token.
         ends: tokens that end the answer. Other end tokens of the model are allowed only where nothing else is.
         takes_forced: forced tokens are found as many as there are, not one by one.
@@ -44,7 +66,7 @@ class GrammarRun:
 
     def __init__(
         self,
-        compiled: Future[Matcher],
+        shared: SharedGrammar,
         threads: ThreadPoolExecutor,
         *,
         answer_from: int,
@@ -52,8 +74,10 @@ class GrammarRun:
         takes_forced: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._compiled = compiled
+        self._shared = shared
+        self._compiled = shared.compiled
         self._threads = threads
+        self._answer_from = answer_from
         self._taken = answer_from  # tokens of prompt and answer that the matcher knows of
         self._ends = ends
         self._takes_forced = takes_forced
@@ -61,7 +85,9 @@ class GrammarRun:
         self._matcher: Matcher | None = None
         self._found: Future[Following] | None = None
         self._found_at = -1  # number of tokens that it follows
+        self._renewed_at = -1  # number of tokens for which the grammar was compiled again
         self._late_since_s: float | None = None
+        self._is_slow = False  # what followed the last token was late
 
     def prepare(self, tokens: Sequence[int]) -> None:
         """Begins to find what may follow `tokens` of prompt and answer, once the grammar is compiled."""
@@ -73,29 +99,63 @@ class GrammarRun:
         """Whether `take` would not wait."""
         return self._found_at == len(tokens) and self._found is not None and self._found.done()
 
+    def is_awaited(self, tokens: Sequence[int]) -> bool:
+        """Whether what may follow `tokens` was late and is still not found: to compute a step for them is in vain."""
+        if self._late_since_s is None or self._clock() - self._late_since_s > MAX_LATE_S:
+            return False
+        self.prepare(tokens)
+        return not self.has_found(tokens)
+
     def take(self, tokens: Sequence[int], wait_s: float) -> Following | None:
-        """What may follow `tokens`; None: it is not known within `wait_s`. Raises InputError, RequestFailed."""
-        end_s = self._clock() + wait_s
+        """What may follow `tokens`; None: it is not known within `wait_s`, or at once if it was late for the token
+        before. Raises InputError, RequestFailed."""
+        is_first = self._late_since_s is None
+        end_s = self._clock() + (0.0 if self._is_slow and is_first else wait_s)
         try:
-            if self._found_at != len(tokens):
-                self._compiled.result(timeout=max(0.0, wait_s))
-                self.prepare(tokens)
-            assert self._found is not None
-            found = self._found.result(timeout=max(0.0, end_s - self._clock()))
+            found = self._wait(tokens, end_s)
         except FutureTimeout:
+            self._is_slow = True
             self._check_late()
             return None
+        if is_first:
+            self._is_slow = False
         self._late_since_s = None
         return found
+
+    def _wait(self, tokens: Sequence[int], end_s: float) -> Following:
+        """Raises FutureTimeout at `end_s`."""
+        try:
+            if self._found_at != len(tokens):
+                self._compiled.result(timeout=max(0.0, end_s - self._clock()))
+                self.prepare(tokens)
+            assert self._found is not None
+            return self._found.result(timeout=max(0.0, end_s - self._clock()))
+        except InputError:
+            if self._compiled.exception() is not None or self._renewed_at == len(tokens):
+                raise
+        self._renew(len(tokens))
+        return self._wait(tokens, end_s)
+
+    def _renew(self, tokens: int) -> None:
+        """Begins again with a freshly compiled grammar, to find what follows this number of tokens."""
+        self._renewed_at = tokens
+        self._shared.renew(self._compiled)
+        self._compiled = self._shared.compiled
+        self._matcher, self._taken, self._found_at = None, self._answer_from, -1
 
     def after(self, found: Following, token: int) -> Following:
         """What must follow `token`, which was chosen of what `take` found. It knows no mask."""
         if found.forced and self._takes_forced:
             return Following(found.forced[1:], is_complete=found.is_complete)
         assert self._matcher is not None
-        self._consume(self._matcher, (token,))
-        forced = self._forced(self._matcher) if self._takes_forced else ()
-        return Following(forced, is_complete=self._matcher.is_complete)
+        chosen = self._taken + 1
+        try:
+            self._consume(self._matcher, (token,))
+            forced = self._forced(self._matcher) if self._takes_forced else ()
+            return Following(forced, is_complete=self._matcher.is_complete)
+        except InputError:
+            self._renew(chosen)
+            return Following()  # the next `take` finds it
 
     def _find(self, new: tuple[int, ...]) -> Following:
         """In a thread; never two at once."""
@@ -138,22 +198,23 @@ class Grammars:
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._load = load
         self._compiler: GrammarCompiler | None = None
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
-        self._masking = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar-mask")
-        self._kept: OrderedDict[tuple[bytes, str], Future[Matcher]] = OrderedDict()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile", initializer=_yield_to_model)
+        masking = min(4, os.cpu_count() or 1)
+        self._masking = ThreadPoolExecutor(masking, thread_name_prefix="grammar-mask", initializer=_yield_to_model)
+        self._kept: OrderedDict[tuple[bytes, str], SharedGrammar] = OrderedDict()
 
     def start(
         self, grammar: str, tenant: bytes, *, answer_from: int, ends: frozenset[int], takes_forced: bool
     ) -> GrammarRun:
         """As `GrammarRun`. `tenant`: grammars are shared within it only, as timing would tell that another sent one."""
         key = (tenant, grammar)
-        compiled = self._kept.get(key)
-        if compiled is None:
-            compiled = self._kept[key] = self._compiling.submit(self._compile, grammar)
+        shared = self._kept.get(key)
+        if shared is None:
+            shared = self._kept[key] = SharedGrammar(lambda: self._compiling.submit(self._compile, grammar))
             if len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return GrammarRun(compiled, self._masking, answer_from=answer_from, ends=ends, takes_forced=takes_forced)
+        return GrammarRun(shared, self._masking, answer_from=answer_from, ends=ends, takes_forced=takes_forced)
 
     def _compile(self, grammar: str) -> Matcher:
         if self._compiler is None:
@@ -163,6 +224,12 @@ class Grammars:
     def close(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._masking.shutdown(wait=False, cancel_futures=True)
+
+
+def _yield_to_model() -> None:
+    """Lets the threads that compute a step go first on their cores: one request's grammar delays no other's tokens."""
+    with suppress(OSError):  # not the default of this kernel's policy
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def no_grammars() -> InputError:

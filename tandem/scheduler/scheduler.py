@@ -224,7 +224,8 @@ class Scheduler:
         self._short_of_blocks = False
         budget = self.max_step_tokens
         chunks: list[Chunk] = []
-        for sequence in sorted(self._running, key=_priority):
+        running = [sequence for sequence in self._running if not sequence.is_awaiting_mask] or self._running
+        for sequence in sorted(running, key=_priority):
             count = min(sequence.pending_tokens, budget)
             if (
                 sequence.stage is SequenceStage.RUNNING and count

@@ -88,6 +88,11 @@ class Sequence:
         """Tokens whose KV is not computed yet; 1 while decoding."""
         return len(self.tokens) - self.computed
 
+    @property
+    def is_awaiting_mask(self) -> bool:
+        """Whether its next token could not be chosen, however long the step takes."""
+        return self.grammar is not None and self.grammar.is_awaited(self.tokens)
+
     def history(self, tokens: int) -> TokenHistory:
         """The first `tokens` tokens, for penalties; created once and extended with new tokens, never fewer."""
         if self._history is None:

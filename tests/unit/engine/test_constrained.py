@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event
 
 import jsonschema
+import llguidance
 import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
@@ -17,7 +18,7 @@ from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.errors import InputError, RequestFailed
-from tandem.grammar import masks
+from tandem.grammar import compiler, masks
 from tandem.grammar.compiler import Matcher
 from tandem.grammar.constraint import choice, json_schema, lark, regex
 from tandem.request import FinishReason, SamplingParams
@@ -91,9 +92,10 @@ def test_an_answer_satisfies_its_schema(make: Callable[..., Rank], model_dir: Pa
     [
         (regex("[0-9]{3}-[a-f]{2}", "").grammar, r"\d{3}-[a-f]{2}"),
         (choice(["alpha", 'be"ta', "gamma\n"], "").grammar, r'alpha|be"ta|gamma\n'),
+        (choice([f"{number} of many" for number in range(1024)], "").grammar, r"\d{1,4} of many"),
         (lark('start: "a" start "b" | "c"', "").grammar, r"a*cb*"),
     ],
-    ids=["regex", "choice", "lark"],
+    ids=["regex", "choice", "choices", "lark"],
 )
 def test_each_kind_of_grammar_holds(make: Callable[..., Rank], model_dir: Path, grammar: str, expected: str) -> None:
     for seed in range(5):
@@ -239,3 +241,60 @@ def test_a_grammar_that_is_late_delays_no_other_request_and_ends_its_own(
     assert isinstance(driver.ends["late"], RequestFailed)
     assert len(driver.tokens["good"]) == 9
     assert driver.at_rest()
+
+
+def test_a_late_grammar_sits_out_the_steps_of_others(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not computed in vain, nor waited for again, and its answer is the same."""
+    whole = answer(make(), GREEDY)
+    rank, freed, allowed = make(), Event(), Matcher.allowed
+    monkeypatch.setattr(Matcher, "allowed", lambda *given: freed.wait(60) and allowed(*given))
+    driver = EngineDriver(rank.engine)
+    driver.add("late", prompt(20), GREEDY)
+    driver.add("good", prompt(33), replace(GREEDY, grammar=None, max_tokens=30, stop_token_ids=frozenset()))
+    rows = []
+    while driver.engine.has_work:
+        result = driver.engine.step()
+        driver.take(result)
+        if not freed.is_set():
+            rows.append(result.work.sampled_tokens)
+        if len(driver.tokens.get("good", ())) == 20:
+            freed.set()
+    assert rows[2:] == [1] * (len(rows) - 2), rows
+    assert driver.tokens["late"] == whole
+    assert driver.at_rest()
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_again(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier answers with it decide nothing. A grammar that is too large for a single answer ends it."""
+    sampling = replace(SEEDED, grammar=regex("(.*a.{6}|.*b.{5}){1,9}", "").grammar, max_tokens=40)
+    seeds = range(6)
+
+    def ended() -> tuple[dict[str, list[int]], list[object]]:
+        driver = EngineDriver(make(kv_blocks=400).engine)
+        for seed in seeds:
+            driver.add(f"{seed}", prompt(20), replace(sampling, seed=seed))
+        driver.run()
+        assert driver.at_rest()
+        return driver.tokens, [driver.ends[f"{seed}"] for seed in seeds]
+
+    expected = ended()
+    monkeypatch.setattr(compiler, "_LIMITS", limits(lexer_states=300))  # one answer needs up to 120
+    assert ended() == expected
+    monkeypatch.setattr(compiler, "_LIMITS", limits(lexer_states=40))
+    assert all(isinstance(each, InputError) and "too many states" in str(each) for each in ended()[1])
+
+
+def limits(lexer_states: int) -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=60_000,
+        step_max_items=50_000,
+        max_lexer_states=lexer_states,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
