@@ -1,4 +1,8 @@
-"""`python -m router --launch FILE`: one router process, until SIGTERM or SIGINT."""
+"""`python -m router --launch FILE`: one router process, until SIGTERM or SIGINT.
+
+`python -m router --join HOST:PORT --name NAME`: one that no controller started (`router.joining`). When its settings
+change it ends its requests, and this process starts it anew.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from pathlib import Path
 import uvloop
 
 from router.app import RouterApp
+from router.joining import JoinOptions, Membership, add_arguments
 from tandem.config.launch import RouterLaunch
 from tandem.errors import ConfigError
 from tandem.telemetry.logs import setup_logging
@@ -28,12 +33,41 @@ SWITCH_S = 0.0005  # how long a thread that parses or formats may keep the event
 
 
 async def serve(launch: RouterLaunch) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     if launch.drains_as_orphan:  # its parent had set SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    await run(launch, stop)
+
+
+async def serve_joined(options: JoinOptions) -> bool:
+    """Whether it ended to start again, with other settings."""
+    membership, stop = Membership(options), stop_event()
+    joining, stopping = asyncio.ensure_future(membership.join()), asyncio.create_task(stop.wait())
+    changing = asyncio.create_task(membership.changed.wait())
+    try:
+        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            return False
+        launch = joining.result()
+        setup_logging(launch.log_level, process=launch.router_id, log_format=launch.observability.logs.format)
+        changing.add_done_callback(lambda _: stop.set())
+        await run(launch, stop)
+        return membership.changed.is_set()
+    finally:
+        for task in (joining, stopping, changing):
+            task.cancel()
+        await membership.close()
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def run(launch: RouterLaunch, stop: asyncio.Event) -> None:
     app = RouterApp(launch)
     await app.start()
     let_threads_wait()
@@ -55,12 +89,23 @@ def let_threads_wait() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router", description="One Tandem router.")
-    parser.add_argument("--launch", type=Path, required=True, help="the RouterLaunch JSON file")
-    launch = RouterLaunch.load(parser.parse_args().launch)
+    parser.add_argument("--launch", type=Path, metavar="FILE", help="the RouterLaunch JSON file")
+    add_arguments(parser)
+    given = parser.parse_args()
+    if (given.launch is None) == (given.join is None):
+        parser.error("expected either --launch or --join")
     sys.setswitchinterval(SWITCH_S)
-    setup_logging(launch.log_level, process=launch.router_id, log_format=launch.observability.logs.format)
     try:
-        uvloop.run(serve(launch))
+        if given.launch is not None:
+            launch = RouterLaunch.load(given.launch)
+            setup_logging(launch.log_level, process=launch.router_id, log_format=launch.observability.logs.format)
+            uvloop.run(serve(launch))
+        else:
+            setup_logging(process=given.name or "router")
+            if uvloop.run(serve_joined(JoinOptions.parse(given))):
+                logging.getLogger("router").info("the settings have changed: starting again")
+                logging.shutdown()
+                os.execv(sys.executable, [sys.executable, "-m", "router", *sys.argv[1:]])
     except ConfigError as error:
         logging.getLogger("router").error(error.message)
         return EXIT_CONFIG

@@ -223,8 +223,10 @@ class RouterApp:
             pauses=pauses,
             tls=tls,
             controller_socket=launch.controller_socket,
+            control_address=launch.control_address,
+            cluster_tls=self._tls,
         )
-        self.grpc_port = self._grpc.port
+        self.grpc_port, self.control_port = self._grpc.port, self._grpc.control_port
 
     def _shared_answers(self) -> SharedAnswers | None:
         launch, keys = self._launch, self._launch.router.idempotency

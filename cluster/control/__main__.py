@@ -120,8 +120,8 @@ class ControllerProcess:
             self._has_started = True
             started = StartedReport(
                 admin=controller.admin_address,
-                http=tuple(router.http_address for router in controller.routers.slots),
-                grpc=tuple(router.grpc_address for router in controller.routers.slots),
+                http=tuple(http for http, _ in controller.routers.addresses),
+                grpc=tuple(grpc for _, grpc in controller.routers.addresses),
             )
             await self._keeper.report(STARTED, started.model_dump_json())
             await controller.wait_ready(self.progress)

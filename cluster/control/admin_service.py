@@ -34,6 +34,8 @@ ALLOWED: dict[str, frozenset[Identity]] = {
     for method, identities in {
         "Register": frozenset({Identity.WORKER}),
         "WatchDirectory": READERS | {Identity.WORKER},
+        "JoinRouter": frozenset({Identity.ROUTER}),
+        "GetModelFiles": frozenset({Identity.ROUTER}),
         "GetStatus": READERS,
         "GetTrace": ADMINS,
         "ListTraces": ADMINS,
@@ -103,6 +105,25 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         async for directory in self._workers.directory.follow(takes_changes=request.takes_changes):
             directory.protocol, directory.oldest_protocol = ours.protocol, ours.oldest_protocol
             yield directory
+
+    async def JoinRouter(
+        self, request: cluster_pb2.JoinRouterRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.RouterSettings]:
+        try:
+            async with aclosing(self._routers.joined.follow(request)) as settings:
+                async for each in settings:
+                    yield each
+        except TandemError as error:
+            await abort(context, error)
+
+    async def GetModelFiles(
+        self, request: cluster_pb2.GetModelFilesRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.ModelFilePart]:
+        try:
+            for part in self._routers.model_files(request.model):
+                yield part
+        except TandemError as error:
+            await abort(context, error)
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:
         return await self._status.build()

@@ -78,7 +78,7 @@ class Controller:
         self._record = RecordWriter(self._build_record, backend.keep)
         touch = self._record.touch
         self.workers = Workers(cluster, backend, self._tls, touch)
-        self.routers = Routers(cluster, backend, run_base, touch)
+        self.routers = Routers(cluster, backend, self._tls, run_base, touch)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
@@ -106,11 +106,12 @@ class Controller:
 
     @property
     def http_address(self) -> str:
-        return self.routers.http_address
+        """Of the first router; empty: there is none."""
+        return next((http for http, _ in self.routers.addresses), "")
 
     @property
     def grpc_address(self) -> str:
-        return self.routers.grpc_address
+        return next((grpc for _, grpc in self.routers.addresses), "")
 
     async def start(self) -> None:
         """Starts everything, or takes over what an earlier controller started; `wait_ready` waits until it serves.
@@ -132,7 +133,7 @@ class Controller:
             await self._until_ports_are_free()
             await self._serve_admin(f"{self.spec.control.admin_host}:{self.spec.control.admin_port}")
             await run_together(
-                self.routers.start(self.admin_address, self._redis.url),
+                self.routers.start(),
                 self.workers.start(self._epoch_settings(self.admin_address)),
             )
         self._record.start()
@@ -177,6 +178,7 @@ class Controller:
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
         self.workers.resume(self._epoch_settings(record.admin_address), record.workers)
+        self.routers.secrets = record.router_secrets() or self.routers.secrets
         await self._serve_admin(record.admin_address)  # `admin_port: 0` is another port for each `tandem up`
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
@@ -198,6 +200,7 @@ class Controller:
             routers=self.routers.records(),
             under_way=tuple(self.scaler.under_way),
             restart=self.restart.record,
+            secrets=self.routers.secrets,
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:
@@ -255,8 +258,9 @@ class Controller:
                 f"control.admin_port: cannot listen on {address}: choose another with --admin-port",
                 field="control.admin_port",
             ) from None
-        await self._admin.start()
         self.admin_address = f"{address.rpartition(':')[0]}:{port}"
+        self.routers.configure(self.admin_address, self._redis.url)
+        await self._admin.start()
 
 
 def needed_cpus(cluster: ResolvedCluster) -> float:

@@ -55,6 +55,14 @@ class RouterRecord(Frozen):
     has_served: bool
 
 
+class RouterSecrets(Frozen):
+    """`controller` grants access to routers' traces, `salt` is of the tenants' cache salts. Routers that join get the
+    same from every controller."""
+
+    controller: str = Field(repr=False)
+    salt: str = Field(repr=False)
+
+
 class ScaleRecord(Frozen):
     """A change of a model's pools to these sizes."""
 
@@ -102,6 +110,16 @@ class ClusterRecord(Frozen):
     routers: tuple[RouterRecord, ...]
     under_way: tuple[ScaleRecord | DrainRecord, ...] = ()
     restart: RestartRecord | None = None
+    secrets: RouterSecrets | None = None  # None: an earlier release wrote it, whose routers have them
+
+    def router_secrets(self) -> RouterSecrets | None:
+        launches = (router.launch for router in self.routers)
+        found = (
+            RouterSecrets(controller=each.controller_secret, salt=each.salt_secret)
+            for each in launches
+            if each.controller_secret and each.salt_secret
+        )
+        return self.secrets or next(found, None)
 
 
 @dataclass(frozen=True, slots=True)

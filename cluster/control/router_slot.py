@@ -20,6 +20,8 @@ from cluster.spec.resolve import port_is_free
 from cluster.tasks import count_failure
 from tandem.config.spec import ClusterSpec, RouterSpec
 from tandem.errors import PortInUse, UnavailableError
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -149,21 +151,22 @@ class RouterSlot:
             return RouterState.FAILED
         if self._is_restarting:
             return RouterState.RESTARTING
-        if await self._serves():
+        if await is_serving(self.control_address, None):
             if not self._has_served:
                 self._has_served = True
                 self._on_change()
             return RouterState.READY
         return RouterState.NOT_READY if self._has_served else RouterState.STARTING
 
-    async def _serves(self) -> bool:
-        try:
-            async with grpc.aio.insecure_channel(self.control_address) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
-                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-        except grpc.aio.AioRpcError:
-            return False
+
+async def is_serving(control_address: str, tls: ClusterTls | None) -> bool:
+    try:
+        async with open_channel(control_address, tls, Identity.ROUTER) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    except grpc.aio.AioRpcError:
+        return False
 
 
 def router_specs(spec: ClusterSpec) -> list[RouterSpec]:
@@ -172,6 +175,8 @@ def router_specs(spec: ClusterSpec) -> list[RouterSpec]:
     Raises PortInUse if too few ports are free.
     """
     first = spec.router
+    if not first.replicas:
+        return []
     taken = {first.http_port, first.grpc_port, spec.control.admin_port}
     specs = [first]
     for _ in range(first.replicas - 1):

@@ -15,6 +15,8 @@ from router.edge.controller_api import SECRET_KEY
 from router.observe.trace import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
 from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
 
 TIMEOUT_S = 5.0
@@ -34,6 +36,7 @@ class RouterTraces:
 
     addresses: Mapping[str, str]  # by router name
     secret: str
+    tls: ClusterTls | None = None
 
     async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
         return _found(await asyncio.gather(*(self._get(name, request) for name in self.addresses)))[0]
@@ -70,7 +73,7 @@ class RouterTraces:
         logged: asyncio.Queue[trace_pb2.LoggedRequest | TandemError],
     ) -> None:
         while True:
-            async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
                 stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
                 try:
                     async for each in stub.RecordRequests(request, metadata=((SECRET_KEY, self.secret),)):
@@ -92,7 +95,7 @@ class RouterTraces:
         return {name: each for name, each in zip(self.addresses, answers, strict=True) if each is not None}
 
     async def _demand(self, name: str) -> trace_pb2.RouterDemand | None:
-        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             request = trace_pb2.GetDemandRequest()
             try:
@@ -102,7 +105,7 @@ class RouterTraces:
                 return None
 
     async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
-        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 request = trace_pb2.GetSnapshotRequest()
@@ -111,7 +114,7 @@ class RouterTraces:
                 return _router_error(name, error)
 
     async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
-        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
@@ -121,7 +124,7 @@ class RouterTraces:
     async def _list(
         self, name: str, request: trace_pb2.ListTracesRequest
     ) -> trace_pb2.ListTracesResponse | TandemError:
-        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))

@@ -1,14 +1,16 @@
-"""The routers of a running cluster: started together, watched, closed before the workers."""
+"""The routers of a running cluster: those that it starts together, watches, and closes before the workers, and those
+that join it."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cluster.backends.protocol import Backend
-from cluster.control.record import RouterRecord
+from cluster.control.joined_routers import JoinedRouters, model_files
+from cluster.control.record import RouterRecord, RouterSecrets
 from cluster.control.router_slot import RouterSlot, RouterState, RouterStatus, router_specs
 from cluster.control.router_traces import RouterTraces
 from cluster.keeper.members import RunningProcess
@@ -16,56 +18,58 @@ from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from cluster.tasks import raise_failure
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import Role, RouterSpec
-from tandem.errors import ConfigError
-from tandem.v1 import trace_pb2
+from tandem.errors import ConfigError, ModelNotFound
+from tandem.rpc.grpc_tls import ClusterTls
+from tandem.v1 import cluster_pb2, trace_pb2
 
 
 class Routers:
-    """The addresses shown to users are those of the first router."""
+    """`slots`: those that it starts. The addresses shown to users are those of the first router."""
 
     def __init__(
-        self, cluster: ResolvedCluster, backend: Backend, run_base: Path, on_change: Callable[[], None]
+        self,
+        cluster: ResolvedCluster,
+        backend: Backend,
+        tls: ClusterTls | None,
+        run_base: Path,
+        on_change: Callable[[], None],
     ) -> None:
         self.slots: list[RouterSlot] = []
+        self.joined = JoinedRouters(tls, lambda router_id: self._launch(router_id, cluster.spec.router))
         self._cluster = cluster
         self._backend = backend
         self._run_base = run_base
         self._on_change = on_change
-        self._controller_secret = secrets.token_hex(16)
-        self._salt_secret = secrets.token_hex(32)
+        self._tls = tls
+        self.secrets = RouterSecrets(controller=secrets.token_hex(16), salt=secrets.token_hex(32))
+        self._controller_address = ""
+        self._redis_url: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def http_address(self) -> str:
-        if self.slots:  # those that were taken over may have another port than this controller's spec
-            return self.slots[0].http_address
-        router = self._cluster.spec.router
-        return f"{router.http_host}:{router.http_port}"
-
-    @property
-    def grpc_address(self) -> str:
-        if self.slots:
-            return self.slots[0].grpc_address
-        router = self._cluster.spec.router
-        return f"{router.grpc_host}:{router.grpc_port}"
+    def addresses(self) -> list[tuple[str, str]]:
+        """HTTP and gRPC of every router."""
+        return [(slot.http_address, slot.grpc_address) for slot in self.slots] + self.joined.addresses
 
     @property
     def traces(self) -> RouterTraces:
-        return RouterTraces({router.name: router.control_address for router in self.slots}, self._controller_secret)
+        own = {router.name: router.control_address for router in self.slots}
+        return RouterTraces({**self.joined.control_addresses, **own}, self.secrets.controller, self._tls)
 
-    async def start(self, controller_address: str, redis_url: str | None) -> None:
+    def configure(self, controller_address: str, redis_url: str | None) -> None:
+        """What routers are told. Call it before one can join."""
+        self._controller_address, self._redis_url = controller_address, redis_url
+
+    async def start(self) -> None:
         """Starts every router of the spec. Raises PortInUse if too few ports are free."""
         launches = [
-            self._launch(number, router, controller_address, redis_url)
+            self._own_launch(f"router-{number}", router)
             for number, router in enumerate(router_specs(self._cluster.spec))
         ]
         await self._add(RouterRecord(launch=launch, restarts=0, has_served=False) for launch in launches)
 
     async def resume(self, records: Sequence[RouterRecord]) -> None:
         """Takes over the routers of an earlier controller."""
-        for record in records:
-            self._controller_secret = record.launch.controller_secret or self._controller_secret
-            self._salt_secret = record.launch.salt_secret or self._salt_secret
         await self._add(records)
 
     def records(self) -> tuple[RouterRecord, ...]:
@@ -79,28 +83,41 @@ class Routers:
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(slot.run()))
 
-    def _launch(self, number: int, router: RouterSpec, controller_address: str, redis_url: str | None) -> RouterLaunch:
+    def _launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
         spec = self._cluster.spec
-        router_id = f"router-{number}"
         return RouterLaunch(
             cluster=spec.name,
             router_id=router_id,
             router=router,
             models=tuple(_served(model) for model in self._cluster.models),
-            controller_address=controller_address,
-            redis_url=redis_url,
-            controller_secret=self._controller_secret,
+            controller_address=self._controller_address,
+            redis_url=self._redis_url,
+            controller_secret=self.secrets.controller,
             observability=spec.observability,
-            controller_socket=str(self._run_base / router_id / "controller.sock"),
             tls=spec.security.tls,
             auth=spec.security.auth,
-            salt_secret=self._salt_secret,
+            salt_secret=self.secrets.salt,
             log_level=spec.log_level,
-            drains_as_orphan=spec.control.ray_address is not None,
         )
 
+    def _own_launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
+        return self._launch(router_id, router).model_copy(
+            update={
+                "controller_socket": str(self._run_base / router_id / "controller.sock"),
+                "drains_as_orphan": self._cluster.spec.control.ray_address is not None,
+            }
+        )
+
+    def model_files(self, name: str) -> Iterator[cluster_pb2.ModelFilePart]:
+        """Raises ModelNotFound."""
+        folder = next((model.folder for model in self._cluster.models if model.spec.served_name == name), None)
+        if folder is None:
+            raise ModelNotFound(f"model: this cluster serves no model {name!r}", field="model")
+        return model_files(folder)
+
     async def status(self) -> list[RouterStatus]:
-        return await asyncio.gather(*(router.status() for router in self.slots))
+        own = await asyncio.gather(*(router.status() for router in self.slots))
+        return [*own, *await self.joined.status()]
 
     async def processes(self) -> list[RunningProcess]:
         found = await asyncio.gather(*(router.processes() for router in self.slots))
@@ -113,7 +130,7 @@ class Routers:
     async def pending(self) -> str:
         """Names the routers that are not ready yet; empty if all are. Raises ConfigError if one cannot start."""
         raise_failure(self._tasks)
-        routers = await self.status()
+        routers = await asyncio.gather(*(router.status() for router in self.slots))  # joined ones come and go
         if failure := next((router.failure for router in self.slots if router.failure), ""):
             raise ConfigError(failure)
         return ", ".join(router.name for router in routers if router.state is not RouterState.READY)

@@ -54,12 +54,13 @@ class StatusReport:
             self._redis.state(),
         )
         drop_stale_links(workers)
+        first_http, first_grpc = next(iter(self._routers.addresses), ("", ""))
         return cluster_pb2.ClusterStatus(
             cluster=self._spec.name,
             version=tandem_version(),
             backend=self._backend_name,
-            http_address=self._routers.http_address,
-            grpc_address=self._routers.grpc_address,
+            http_address=first_http,
+            grpc_address=first_grpc,
             http_scheme="http" if self._spec.router.tls is None else "https",
             log_dir=str(self._log_dir) if self._spec.observability.logs.target is LogTarget.FILES else "",
             redis=redis,

@@ -80,6 +80,16 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
     def _is_after(self, version: int) -> bool:
         return self.version != version
 
+    def JoinRouter(
+        self, request: cluster_pb2.JoinRouterRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.RouterSettings]:
+        raise NotImplementedError("FakeController: expected a membership call")
+
+    def GetModelFiles(
+        self, request: cluster_pb2.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.ModelFilePart]:
+        raise NotImplementedError("FakeController: expected a membership call")
+
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         raise NotImplementedError("FakeController: expected a membership call")
 

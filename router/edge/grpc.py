@@ -40,6 +40,7 @@ from tandem.grammar.constraint import Constraint, choice, grammar, json_object, 
 from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.request import FinishReason, check_length
+from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
@@ -327,8 +328,11 @@ class GrpcServer:
         pauses: WritePauses | None = None,
         tls: EdgeTls | None = None,
         controller_socket: str | None = None,
+        control_address: str | None = None,
+        cluster_tls: ClusterTls | None = None,
     ) -> None:
-        """`controller_socket`: path of a socket for the controller, without TLS. Raises PortInUse."""
+        """`controller_socket`: path of a socket for the controller, without TLS. `control_address`: host:port for it,
+        with `cluster_tls`. Raises PortInUse."""
         calls = service.calls
         self._server = grpc.aio.server(
             interceptors=[GrpcGate(calls)] if calls.is_watching else [],
@@ -368,18 +372,22 @@ class GrpcServer:
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
         add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), public)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.port: int = self._listen(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "router.grpc_port", tls)
+        if controller_socket is not None:
+            self._server.add_insecure_port(f"unix:{controller_socket}")
+        self.control_port = 0
+        if control_address is not None:
+            self.control_port = self._listen(control_address, "--control-port", cluster_tls)
+
+    def _listen(self, address: str, field: str, tls: EdgeTls | ClusterTls | None) -> int:
+        """Returns the port. Raises PortInUse."""
         try:
             if tls is None:
-                self.port: int = self._server.add_insecure_port(address)
-            else:
-                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
-            if controller_socket is not None:
-                self._server.add_insecure_port(f"unix:{controller_socket}")
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, tls.server_credentials())
         except RuntimeError:
             raise PortInUse(
-                f"router.grpc_port: cannot listen on {address}; free it or choose another port",
-                field="router.grpc_port",
+                f"{field}: cannot listen on {address}; free it or choose another port", field=field
             ) from None
 
     async def start(self) -> None:

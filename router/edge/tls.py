@@ -54,7 +54,7 @@ class EdgeTls:
             except Exception:  # nor may a bug end the watch
                 log.exception("kept the previous certificates")
 
-    def grpc_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> grpc.ServerCredentials:
         given = self._grpc
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:

@@ -76,6 +76,16 @@ class StubController(ClusterServicer):
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()
 
+    def JoinRouter(
+        self, request: cluster_pb2.JoinRouterRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.RouterSettings]:
+        raise NotImplementedError("the stub controller has no JoinRouter")
+
+    def GetModelFiles(
+        self, request: cluster_pb2.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.ModelFilePart]:
+        raise NotImplementedError("the stub controller has no GetModelFiles")
+
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         return cluster_pb2.ClusterStatus()
 

@@ -28,15 +28,14 @@ _CHUNK_BYTES: Final = 1 << 20
 _PIP_TIMEOUT_S: Final = 1800
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PATH_STARTS: Final = ("/", ".", "~")  # no model hub name begins with these
-_HUB_FILES: Final = (
+TEXT_FILES: Final = (  # all that routers read
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-    "*.safetensors",
-    "*.safetensors.index.json",
 )
+_HUB_FILES: Final = (*TEXT_FILES, "*.safetensors", "*.safetensors.index.json")
 
 
 @dataclass(frozen=True, slots=True)

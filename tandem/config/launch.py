@@ -104,6 +104,9 @@ class ServedModel(Frozen):
     special_tokens_in_messages: SpecialTokens = SpecialTokens.TEXT
 
 
+ROUTER_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+
+
 class RouterLaunch(Frozen):
     """One router process."""
 
@@ -116,6 +119,7 @@ class RouterLaunch(Frozen):
     controller_secret: str | None = Field(default=None, repr=False)  # grants access to traces; None: no access
     observability: ObservabilitySpec = ObservabilitySpec()
     controller_socket: str | None = None  # unix socket in a private folder: plain-text gRPC edge for the controller
+    control_address: str | None = None  # host:port for the controller instead, with `tls` if that is set
     tls: TlsSpec | None = None  # security.tls
     auth: AuthSpec = AuthSpec()
     salt_secret: str | None = Field(default=None, repr=False)  # of tenants' cache salts; None: the router's own

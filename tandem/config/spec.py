@@ -391,10 +391,11 @@ class IdempotencySpec(Frozen):
 
 
 class RouterSpec(Frozen):
-    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+    replicas: Annotated[int, Field(ge=0, le=64)] = Field(
         1,
-        description="Number of routers, without a leader. The first listens on the ports given here, each "
-        "further one on the next free ports above; `tandem status` lists them. Limits apply to each router.",
+        description="Number of routers that the cluster starts, without a leader. The first listens on the ports given "
+        "here, each further one on the next free ports above; `tandem status` lists them. Limits apply to each router. "
+        "More may join from other machines (`python -m router --join`); 0: only those.",
     )
     http_host: str = Field("127.0.0.1", description="Address of the HTTP port.")
     http_port: Port = Field(8000, description="OpenAI-compatible API, metrics and dashboard; 0: any free port.")

@@ -427,6 +427,113 @@ class WorkerPlace(_message.Message):
 Global___WorkerPlace: _TypeAlias = WorkerPlace  # noqa: Y015
 
 @_typing.final
+class JoinRouterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    http_address: _builtins.str
+    """host:port of its edges, as others reach them"""
+    grpc_address: _builtins.str
+    control_address: _builtins.str
+    """host:port where the controller asks for its traces, demand and health"""
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        http_address: _builtins.str = ...,
+        grpc_address: _builtins.str = ...,
+        control_address: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "grpc_address", b"grpc_address", "http_address", b"http_address", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRouterRequest: _TypeAlias = JoinRouterRequest  # noqa: Y015
+
+@_typing.final
+class RouterSettings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAUNCH_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    launch: _builtins.str
+    """RouterLaunch (tandem/config/launch.py) as JSON; hosts, ports and paths of models are the router's"""
+    protocol: _builtins.int
+    oldest_protocol: _builtins.int
+    def __init__(
+        self,
+        *,
+        launch: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterSettings: _TypeAlias = RouterSettings  # noqa: Y015
+
+@_typing.final
+class GetModelFilesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """as the routers serve it"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetModelFilesRequest: _TypeAlias = GetModelFilesRequest  # noqa: Y015
+
+@_typing.final
+class ModelFilePart(_message.Message):
+    """Parts of one file follow each other. A file that the model lacks is left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """without a folder"""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFilePart: _TypeAlias = ModelFilePart  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

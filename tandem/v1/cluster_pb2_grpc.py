@@ -49,6 +49,16 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.Directory.FromString,
                 _registered_method=True)
+        self.JoinRouter = channel.unary_stream(
+                '/tandem.v1.Cluster/JoinRouter',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.JoinRouterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.RouterSettings.FromString,
+                _registered_method=True)
+        self.GetModelFiles = channel.unary_stream(
+                '/tandem.v1.Cluster/GetModelFiles',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.GetModelFilesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ModelFilePart.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/tandem.v1.Cluster/GetStatus',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
@@ -123,6 +133,21 @@ class ClusterServicer(object):
 
     def WatchDirectory(self, request, context):
         """Sends the directory now and after every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinRouter(self, request, context):
+        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
+        now and after every change. Another call with the same id ends the earlier one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelFiles(self, request, context):
+        """What a router reads of a model: its tokenizer, chat template and configuration, not its weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,6 +241,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.WatchDirectory,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.Directory.SerializeToString,
+            ),
+            'JoinRouter': grpc.unary_stream_rpc_method_handler(
+                    servicer.JoinRouter,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.JoinRouterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.RouterSettings.SerializeToString,
+            ),
+            'GetModelFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetModelFiles,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.GetModelFilesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ModelFilePart.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -331,6 +366,60 @@ class Cluster(object):
             '/tandem.v1.Cluster/WatchDirectory',
             tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.Directory.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Cluster/JoinRouter',
+            tandem_dot_v1_dot_cluster__pb2.JoinRouterRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.RouterSettings.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetModelFiles',
+            tandem_dot_v1_dot_cluster__pb2.GetModelFilesRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ModelFilePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,12 @@ class ClusterStub:
     """
     WatchDirectory: _grpc.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]
     """Sends the directory now and after every change."""
+    JoinRouter: _grpc.UnaryStreamMultiCallable[_cluster_pb2.JoinRouterRequest, _cluster_pb2.RouterSettings]
+    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
+    now and after every change. Another call with the same id ends the earlier one.
+    """
+    GetModelFiles: _grpc.UnaryStreamMultiCallable[_cluster_pb2.GetModelFilesRequest, _cluster_pb2.ModelFilePart]
+    """What a router reads of a model: its tokenizer, chat template and configuration, not its weights."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
     """These query the routers."""
@@ -84,6 +90,12 @@ class ClusterAsyncStub(ClusterStub):
     """
     WatchDirectory: _aio.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]  # type: ignore[assignment]
     """Sends the directory now and after every change."""
+    JoinRouter: _aio.UnaryStreamMultiCallable[_cluster_pb2.JoinRouterRequest, _cluster_pb2.RouterSettings]  # type: ignore[assignment]
+    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
+    now and after every change. Another call with the same id ends the earlier one.
+    """
+    GetModelFiles: _aio.UnaryStreamMultiCallable[_cluster_pb2.GetModelFilesRequest, _cluster_pb2.ModelFilePart]  # type: ignore[assignment]
+    """What a router reads of a model: its tokenizer, chat template and configuration, not its weights."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]  # type: ignore[assignment]
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
     """These query the routers."""
@@ -133,6 +145,24 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.Directory], _abc.AsyncIterator[_cluster_pb2.Directory]]:
         """Sends the directory now and after every change."""
+
+    @_abc_1.abstractmethod
+    def JoinRouter(
+        self,
+        request: _cluster_pb2.JoinRouterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.RouterSettings], _abc.AsyncIterator[_cluster_pb2.RouterSettings]]:
+        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
+        now and after every change. Another call with the same id ends the earlier one.
+        """
+
+    @_abc_1.abstractmethod
+    def GetModelFiles(
+        self,
+        request: _cluster_pb2.GetModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.ModelFilePart], _abc.AsyncIterator[_cluster_pb2.ModelFilePart]]:
+        """What a router reads of a model: its tokenizer, chat template and configuration, not its weights."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -55,6 +55,7 @@ class Cluster:
     admin_port: int
     log: Path
     ca: Path | None = None  # of the edge's certificate; None: no TLS
+    has_routers: bool = True
     started_in_s: float = 0.0
     descendants: set[int] = field(default_factory=set)
 
@@ -86,20 +87,22 @@ class Cluster:
         return next(worker for worker in self.status()["workers"] if worker["role"] == role)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until every worker is ready and the router answers."""
+        """Until every worker is ready and the router, if it starts one, answers."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"tandem up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
             try:
-                if httpx.get(f"{self.base_url}/ready", timeout=5.0, verify=self.verify).status_code == 200 and all(
-                    worker["state"] == "ready" for worker in self.status()["workers"]
-                ):
+                answers = not self.has_routers or self._is_ready()
+                if answers and all(worker["state"] == "ready" for worker in self.status()["workers"]):
                     return
             except (httpx.HTTPError, AssertionError):
                 pass
             time.sleep(0.3)
         raise RuntimeError(f"not ready within {timeout_s:g} s:\n{self.log.read_text()[-4000:]}")
+
+    def _is_ready(self) -> bool:
+        return httpx.get(f"{self.base_url}/ready", timeout=5.0, verify=self.verify).status_code == 200
 
     def assert_conserved(self, within_s: float = 30.0) -> None:
         """Every worker at rest: nothing leased or in use, every block accounted for."""
@@ -160,7 +163,7 @@ def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = N
         command = [sys.executable, "-m", "cluster", "up", "--config", str(config), *arguments]
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     started_s = time.monotonic()
-    cluster = Cluster(process, env, http_port, grpc_port, admin_port, log, ca)
+    cluster = Cluster(process, env, http_port, grpc_port, admin_port, log, ca, settings["router"].get("replicas") != 0)
     try:
         cluster.wait_ready()
     except BaseException:

@@ -57,7 +57,8 @@ def run_detached(spec: ClusterSpec) -> int:
         raise
     scheme = "http" if state.edge_ca is None else "https"
     screen = console()
-    screen.print(f"[green]ready[/]: {scheme}://{state.http}/v1, gRPC {state.grpc} (process {state.pid})")
+    routers = f"{scheme}://{state.http}/v1, gRPC {state.grpc}" if state.http else "no routers of its own"
+    screen.print(f"[green]ready[/]: {routers} (process {state.pid})")
     screen.print(f"  output      {output}", markup=False, soft_wrap=True)
     screen.print("`tandem down` stops the cluster.", markup=False)
     return 0

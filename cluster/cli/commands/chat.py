@@ -51,7 +51,7 @@ def run_chat(
 ) -> int:
     given = str(ca) if ca is not None else None
     if address is None:
-        found = state_file.find(cluster)
+        found = state_file.find_routed(cluster)
         address, given = found.grpc, given or found.edge_ca
     at_terminal = question is None and sys.stdin.isatty()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

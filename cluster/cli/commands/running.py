@@ -72,11 +72,12 @@ class RunningCluster:
 
     @property
     def http_address(self) -> str:
-        return self.routers[0][0]
+        """Of the first router; empty: the cluster starts none."""
+        return self.routers[0][0] if self.routers else ""
 
     @property
     def grpc_address(self) -> str:
-        return self.routers[0][1]
+        return self.routers[0][1] if self.routers else ""
 
 
 class Controllers:
@@ -229,7 +230,8 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
         """From now on, `tandem status` shows how far the start is."""
         nonlocal state, routers
         routers = tuple(zip(addresses.http, addresses.grpc, strict=True))
-        state = replace(state, admin=addresses.admin, http=addresses.http[0], grpc=addresses.grpc[0])
+        http, grpc = routers[0] if routers else ("", "")
+        state = replace(state, admin=addresses.admin, http=http, grpc=grpc)
         if spec.security.tls is not None:
             state = replace(state, tls=spec.security.tls.model_dump())
         if spec.router.tls is not None:

@@ -141,7 +141,9 @@ async def _up(source: SpecSource) -> int:
         for http_address, grpc_address in cluster.routers:
             screen.print(f"  OpenAI API  {scheme}://{http_address}/v1")
             screen.print(f"  gRPC        {grpc_address}")
-        if spec.router.dashboard:
+        if not cluster.routers:
+            screen.print("  routers     none of its own: `python -m router --join` with the admin address adds one")
+        elif spec.router.dashboard:
             screen.print(f"  dashboard   {scheme}://{cluster.http_address}/dashboard/")
         screen.print(f"  admin       {cluster.admin_address}   (tandem status)")
         logs = "here" if spec.observability.logs.target is LogTarget.STDOUT else cluster.log_dir

@@ -126,7 +126,7 @@ def find_target(flags: BenchFlags) -> Target:
     schemes = _SCHEMES[flags.api]
     given = None if flags.ca is None else str(flags.ca)
     if flags.url is None:
-        found = state_file.find(flags.cluster)
+        found = state_file.find_routed(flags.cluster)
         ca = given or found.edge_ca
         scheme = schemes[0] if found.edge_ca is None else schemes[1]
         where = found.grpc if flags.api == "tandem" else f"{found.http}/v1"

@@ -1,0 +1,149 @@
+"""Routers that the cluster did not start: they join it, serve, outlive its controller, and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.certificates import create, folder_spec
+from cluster.spec.resolve import free_ports
+from tandem.testing.models import random_prompt, write_tiny_llama
+from tests.e2e.conftest import Cluster
+from tests.e2e.test_takeover import kill_the_controller, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+VOCAB = 300
+POOLS = {"prefill": {"workers": 1}, "decode": {"workers": 1}, "engine": {"kv_blocks": 200}}
+
+
+class JoinedRouter:
+    def __init__(self, cluster: Cluster, folder: Path, name: str, *arguments: str) -> None:
+        self.name = name
+        self.http, self.grpc, self.control = free_ports(*3 * ["127.0.0.1"])
+        self.log = folder / f"{name}.log"
+        ports = ("--http-port", self.http, "--grpc-port", self.grpc, "--control-port", self.control)
+        command = [sys.executable, "-m", "router", "--join", f"127.0.0.1:{cluster.admin_port}", "--name", name]
+        env = os.environ | {"XDG_CACHE_HOME": str(folder / f"{name}-cache")}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*command, *map(str, ports), *arguments], env=env, stdout=log, stderr=log)
+
+    async def wait_ready(self) -> None:
+        async with asyncio.timeout(60), httpx.AsyncClient() as client:
+            while True:
+                assert self.process.poll() is None, self.log.read_text()
+                try:
+                    if (await client.get(f"http://127.0.0.1:{self.http}/ready")).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.1)
+
+    async def tokens(self, seed: int, tokens: int = 8) -> Any:
+        body = {
+            "model": "tiny",
+            "prompt": random_prompt(40, VOCAB, seed),
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http}", timeout=60) as client:
+            answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Callable[..., JoinedRouter]]:
+    started: list[JoinedRouter] = []
+
+    def start(cluster: Cluster, *arguments: str) -> JoinedRouter:
+        started.append(JoinedRouter(cluster, tmp_path, f"edge-{len(started)}", *arguments))
+        return started[-1]
+
+    yield start
+    for router in started:
+        router.process.terminate()
+        assert router.process.wait(30) == 0, router.log.read_text()
+
+
+def states(cluster: Cluster) -> dict[str, str]:
+    return {router["id"]: router["state"] for router in cluster.status()["routers"]}
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "mtls"])
+async def test_joined_routers_serve_outlive_the_controller_and_leave(
+    cluster_with: Callable[..., Cluster], join: Callable[..., JoinedRouter], tmp_path: Path, secure: bool
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    spec = {
+        "models": [{"source": str(model), **POOLS}],
+        "control": {"backend": "subprocess"},
+        "router": {"replicas": 0, "drain_timeout_s": 10.0},
+    }
+    options: tuple[str, ...] = ()
+    if secure:
+        create(tmp_path / "certificates", "tandem", [], days=1, authority_days=2)
+        tls = folder_spec(tmp_path / "certificates")
+        spec["security"] = {"tls": tls.model_dump()}
+        options = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca)
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    assert cluster.status()["routers"] == []
+    refused = await asyncio.to_thread(cluster.tandem, "chat", "hello")
+    assert "starts no routers of its own" in refused.stderr
+    first, second = join(cluster, *options), join(cluster, *options)
+    await asyncio.gather(first.wait_ready(), second.wait_ready())
+    assert states(cluster) == {"edge-0": "ready", "edge-1": "ready"}
+    expected = [await first.tokens(seed) for seed in range(4)]
+    assert [await second.tokens(seed) for seed in range(4)] == expected
+    traces = json.loads((await asyncio.to_thread(cluster.tandem, "trace", "--json")).stdout)
+    assert len(traces) == 8, "the controller asks each of them"
+
+    before = running(cluster)
+    answers = [asyncio.create_task(first.tokens(seed, 400)) for seed in range(4)]
+    await asyncio.sleep(0.3)
+    await kill_the_controller(cluster)
+    long = await asyncio.gather(*answers)
+    assert [await second.tokens(seed) for seed in range(4)] == expected
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(states, cluster) != {"edge-0": "ready", "edge-1": "ready"}:
+            await asyncio.sleep(0.2)
+    assert running(cluster)["workers"] == before["workers"]
+    assert "starting again" not in first.log.read_text() + second.log.read_text(), "it has the same secrets"
+
+    answers = [asyncio.create_task(first.tokens(seed, 400)) for seed in range(4)]
+    await asyncio.sleep(0.3)
+    first.process.send_signal(signal.SIGTERM)
+    assert await asyncio.gather(*answers) == long, "it drains"
+    assert await asyncio.to_thread(first.process.wait, 30) == 0
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(states, cluster) != {"edge-1": "ready"}:
+            await asyncio.sleep(0.2)
+    cluster.assert_conserved()
+
+
+async def test_a_router_that_may_not_join_says_why(
+    cluster_with: Callable[..., Cluster], join: Callable[..., JoinedRouter], tmp_path: Path
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    spec = {"models": [{"source": str(model), **POOLS}], "control": {"backend": "subprocess"}}
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    named_like_its_own = join(cluster, "--name", "router-0")
+    async with asyncio.timeout(30):
+        while "of routers that the cluster starts" not in named_like_its_own.log.read_text():
+            await asyncio.sleep(0.1)
+    exposed = JoinedRouter(cluster, tmp_path, "exposed", "--host", "0.0.0.0")
+    assert await asyncio.to_thread(exposed.process.wait, 30) == 2
+    assert "--host: 0.0.0.0 is not loopback, and callers are not authenticated" in exposed.log.read_text()
+    unnamed = JoinedRouter(cluster, tmp_path, "unnamed", "--name", "../x")
+    assert await asyncio.to_thread(unnamed.process.wait, 30) == 2
+    assert "--name: expected letters" in unnamed.log.read_text()
