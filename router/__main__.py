@@ -36,25 +36,30 @@ async def serve(launch: RouterLaunch) -> None:
     stop = stop_event()
     if launch.drains_as_orphan:  # its parent had set SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    await run(launch, stop)
+    app = await start(launch)
+    await stop.wait()
+    await app.close()
 
 
 async def serve_joined(options: JoinOptions) -> bool:
     """Whether it ended to start again, with other settings."""
-    membership, stop = Membership(options), stop_event()
-    joining, stopping = asyncio.ensure_future(membership.join()), asyncio.create_task(stop.wait())
-    changing = asyncio.create_task(membership.changed.wait())
+    membership, stop = Membership(options), asyncio.create_task(stop_event().wait())
+    joining, changing = asyncio.ensure_future(membership.join()), asyncio.create_task(membership.changed.wait())
     try:
-        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((joining, stop), return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
             return False
         launch = joining.result()
         setup_logging(launch.log_level, process=launch.router_id, log_format=launch.observability.logs.format)
-        changing.add_done_callback(lambda _: stop.set())
-        await run(launch, stop)
-        return membership.changed.is_set()
+        app = await start(launch)
+        await asyncio.wait((changing, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            app.leave()
+            await asyncio.wait((stop,), timeout=options.leave_s)
+        await app.close()
+        return not stop.done()
     finally:
-        for task in (joining, stopping, changing):
+        for task in (joining, changing, stop):
             task.cancel()
         await membership.close()
 
@@ -67,15 +72,14 @@ def stop_event() -> asyncio.Event:
     return stop
 
 
-async def run(launch: RouterLaunch, stop: asyncio.Event) -> None:
+async def start(launch: RouterLaunch) -> RouterApp:
     app = RouterApp(launch)
     await app.start()
     let_threads_wait()
     gc.collect()
     gc.freeze()  # otherwise each full collection scans all modules, for tens of ms
     gc.set_threshold(GC_ALLOCATIONS, 10, 20)
-    await stop.wait()
-    await app.close()
+    return app
 
 
 def let_threads_wait() -> None:

@@ -262,6 +262,11 @@ class RouterApp:
             self._export.start()
         self._directory.start()
 
+    def leave(self) -> None:
+        """It is not ready from now on, so that balancers send clients elsewhere, and goes on serving."""
+        self.service.is_leaving = True
+        self._publish_readiness()
+
     async def close(self) -> None:
         if self._watching_resources is not None:
             self._watching_resources.cancel()

@@ -35,7 +35,8 @@ MAX_BACKOFF_S = 2.0
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
     """`controller`: host:port of the controller's admin service. `host`: an address of this machine on which clients
-    and the controller reach the router. `tls`: `security.tls`, if the cluster has it."""
+    and the controller reach the router. `leave_s`: how long it goes on serving, not ready, before it ends for other
+    settings. `tls`: `security.tls`, if the cluster has it."""
 
     controller: str
     cluster: str
@@ -44,6 +45,7 @@ class JoinOptions:
     http_port: int
     grpc_port: int
     control_port: int
+    leave_s: float
     tls: TlsSpec | None
 
     @classmethod
@@ -64,6 +66,7 @@ class JoinOptions:
             http_port=given.http_port,
             grpc_port=given.grpc_port,
             control_port=given.control_port,
+            leave_s=given.leave_seconds,
             tls=TlsSpec(**files) if given.tls_cert else None,
         )
 
@@ -105,6 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-port", type=_port, default=8000)
     parser.add_argument("--grpc-port", type=_port, default=50051)
     parser.add_argument("--control-port", type=_port, default=50052, help="where the controller asks the router")
+    parser.add_argument(
+        "--leave-seconds",
+        type=float,
+        default=0.0,
+        help="before it ends for other settings: how long it serves on while it is not ready",
+    )
     for name in ("cert", "key", "ca"):
         parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"security.tls.{name}, if the cluster has TLS")
 

@@ -58,6 +58,7 @@ class RouterService:
         self.executor = executor
         self.threads = ParseThreads(executor, PARSER_THREADS)
         self.calls = calls
+        self.is_leaving = False  # it still serves, but no more clients should come
         self._readiness = readiness
         self._terms = terms
 
@@ -248,8 +249,10 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        """Whether at least one model passed a canary and the router is not draining."""
-        return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+        """Whether at least one model passed a canary and the router is neither leaving nor draining."""
+        if self.is_leaving or self.dispatcher.draining:
+            return False
+        return any(self.model_ready(name) for name in self.models)
 
 
 def fit_logprobs(requests: Sequence[ValidRequest], raws: Sequence[RawRequest], choices: int) -> list[ValidRequest]:

@@ -1,4 +1,5 @@
-"""Applies a changed spec to a running cluster: pool sizes and the autoscaler change without a restart."""
+"""Applies a changed spec to a running cluster: pool sizes, the autoscaler and the routers' settings change without a
+restart of the cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.spec.changes import SpecSource
+from cluster.spec.changes import SpecSource, changed_fields
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, TandemError
@@ -15,6 +16,7 @@ from tandem.errors import ConfigError, TandemError
 log = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 256 << 10
+ROUTER = "router."
 
 
 class ScalablePools(Protocol):
@@ -31,6 +33,12 @@ class AutoscalerSettings(Protocol):
     async def configure(self, spec: ClusterSpec) -> None: ...
 
 
+class RouterSettings(Protocol):
+    """Implemented by `Routers`."""
+
+    async def change(self, spec: ClusterSpec) -> None: ...
+
+
 class SpecApplier:
     """`source` is the spec that the cluster was last asked to have."""
 
@@ -38,11 +46,13 @@ class SpecApplier:
         self,
         pools: ScalablePools,
         autoscaling: AutoscalerSettings,
+        routers: RouterSettings,
         source: SpecSource,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._pools = pools
         self._autoscaling = autoscaling
+        self._routers = routers
         self._on_change = on_change
         self.source = source
         self._lock = asyncio.Lock()
@@ -65,6 +75,9 @@ class SpecApplier:
         changes = [f"{name}: {prefill} prefill and {decode} decode workers" for name, prefill, decode in sizes]
         if after.autoscaler != before.autoscaler:
             changes.append(f"autoscaler: {_changed_fields(before.autoscaler, after.autoscaler)}")
+        if after.router != before.router:
+            fields = [field.removeprefix(ROUTER) for field in changed_fields(before, after) if field.startswith(ROUTER)]
+            changes.append(f"routers, one after another: {', '.join(fields)}")
         if dry_run:
             return tuple(f"would set {each}" for each in changes)
         for number, (name, prefill, decode) in enumerate(sizes):
@@ -77,8 +90,10 @@ class SpecApplier:
                 raise
         self.source = SpecSource(after, self.source.flags)
         self._on_change()
-        if after.autoscaler != before.autoscaler or sizes:
+        if after.autoscaler != before.autoscaler or after.router != before.router or sizes:
             await self._autoscaling.configure(after)
+        if after.router != before.router:
+            await self._routers.change(after)
         return tuple(changes)
 
     def _changed_sizes(self, before: ClusterSpec, after: ClusterSpec) -> list[tuple[str, int, int]]:

@@ -82,7 +82,7 @@ class Controller:
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
-        self.applier = SpecApplier(self.scaler, self.autoscaling, self._successor.source, touch)
+        self.applier = SpecApplier(self.scaler, self.autoscaling, self.routers, self._successor.source, touch)
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
         status = StatusReport(
@@ -179,9 +179,11 @@ class Controller:
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
         self.workers.resume(self._epoch_settings(record.admin_address), record.workers)
         self.routers.secrets = record.router_secrets() or self.routers.secrets
+        self.routers.take_settings(record.spec)
         await self._serve_admin(record.admin_address)  # `admin_port: 0` is another port for each `tandem up`
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
+        self._tasks.append(asyncio.create_task(keep_running("routers' settings", self.routers.settle)))
         self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cluster.control.router_slot import RouterState, RouterStatus, is_serving
 from tandem.checkpoint.model_store import TEXT_FILES
 from tandem.config.launch import ROUTER_ID, RouterLaunch
-from tandem.errors import InputError, OverloadedError
+from tandem.errors import InputError, OverloadedError, UnavailableError
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2
@@ -23,12 +23,16 @@ log = logging.getLogger(__name__)
 
 MAX_JOINED = 256
 PART_BYTES = 1 << 20
+LEAVE_S = 120.0  # at most, in which a router that will leave still takes requests
+POLL_S = 0.2
 
 
 @dataclass(slots=True)
 class _Joined:
     request: cluster_pb2.JoinRouterRequest
-    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: RouterLaunch
+    told: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to tell it, or it was replaced
+    is_replaced: bool = False
     has_served: bool = False
 
 
@@ -56,23 +60,26 @@ class JoinedRouters:
         )
         _check(request)
         with self._member(request) as member:
-            yield cluster_pb2.RouterSettings(
-                launch=self._settings(request.router_id).model_dump_json(),
-                protocol=CONTROL_VERSIONS.protocol,
-                oldest_protocol=CONTROL_VERSIONS.oldest_protocol,
-            )
-            await member.replaced.wait()
+            while not member.is_replaced:
+                yield cluster_pb2.RouterSettings(
+                    launch=member.sent.model_dump_json(),
+                    protocol=CONTROL_VERSIONS.protocol,
+                    oldest_protocol=CONTROL_VERSIONS.oldest_protocol,
+                )
+                await member.told.wait()
+                member.told.clear()
 
     @contextmanager
     def _member(self, request: cluster_pb2.JoinRouterRequest) -> Iterator[_Joined]:
         name = request.router_id
         if (earlier := self._joined.pop(name, None)) is not None:
-            earlier.replaced.set()
+            earlier.is_replaced = True
+            earlier.told.set()
         elif len(self._joined) >= MAX_JOINED:
             raise OverloadedError(
                 f"router_id: this cluster has {MAX_JOINED} joined routers, which is the most it takes"
             )
-        member = self._joined[name] = _Joined(request)
+        member = self._joined[name] = _Joined(request, self._settings(name))
         log.info("router joined", extra={"router": name, "http": request.http_address})
         try:
             yield member
@@ -81,13 +88,43 @@ class JoinedRouters:
                 del self._joined[name]
                 log.info("router left", extra={"router": name})
 
+    async def settle(self, timeout_s: float) -> None:
+        """Sends each router the present settings, if they are others. It then leaves, ends its requests, and joins
+        again: only when it serves is the next one's turn.
+
+        Raises UnavailableError if it does not serve again in `timeout_s` beyond its drain.
+        """
+        for name, member in list(self._joined.items()):
+            wanted = self._settings(name)
+            if member.sent == wanted or self._joined.get(name) is not member:
+                continue
+            log.info("sending other settings", extra={"router": name})
+            most_s = timeout_s + LEAVE_S + member.sent.router.drain_timeout_s
+            member.sent = wanted
+            member.told.set()
+            try:
+                async with asyncio.timeout(most_s):
+                    await self._until_replaced(name, member)
+            except TimeoutError:
+                raise UnavailableError(f"{name} did not serve again within {most_s:g} s") from None
+
+    async def _until_replaced(self, name: str, member: _Joined) -> None:
+        while True:
+            now = self._joined.get(name)
+            if now is not member and await self._serves(now):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _serves(self, member: _Joined | None) -> bool:
+        return member is not None and await is_serving(member.request.control_address, self._tls)
+
     async def status(self) -> list[RouterStatus]:
         return await asyncio.gather(*(self._status(each) for each in list(self._joined.values())))
 
     async def _status(self, member: _Joined) -> RouterStatus:
         request = member.request
         state = RouterState.NOT_READY if member.has_served else RouterState.STARTING
-        if await is_serving(request.control_address, self._tls):
+        if await self._serves(member):
             state, member.has_served = RouterState.READY, True
         return RouterStatus(request.router_id, state, 0, request.http_address, request.grpc_address)
 

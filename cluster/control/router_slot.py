@@ -18,6 +18,7 @@ from cluster.keeper.members import MemberStart, ProcessSpec, RunningProcess, is_
 from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
 from cluster.tasks import count_failure
+from tandem.config.launch import RouterLaunch
 from tandem.config.spec import ClusterSpec, RouterSpec
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
@@ -61,26 +62,32 @@ class RouterSlot:
         self.control_address = f"unix:{launch.controller_socket}"  # in a private folder, so without TLS
         self.restarts = record.restarts
         self.failure = ""  # why the router cannot start; empty while it may
-        self._launch = launch
+        self.launch = launch  # what its process was started with
+        self._launch = launch  # of its next start
+        self._run_dir = run_dir
         self._member = member
         self._on_change = on_change
-        self._start = MemberStart(
-            run_dir=str(run_dir),
-            files={"launch.json": launch.model_dump_json()},
-            processes=(
-                ProcessSpec(
-                    name="router",
-                    argv=python("router", "--launch", f"{run_dir}/launch.json"),
-                    stop_grace_s=launch.router.drain_timeout_s + STOP_MARGIN_S,
-                ),
-            ),
-        )
+        self._start = self._start_of(launch)
         self._has_served = record.has_served
         self._is_restarting = False
         self._closing = False
 
     def record(self) -> RouterRecord:
-        return RouterRecord(launch=self._launch, restarts=self.restarts, has_served=self._has_served)
+        return RouterRecord(launch=self.launch, restarts=self.restarts, has_served=self._has_served)
+
+    async def change(self, launch: RouterLaunch, timeout_s: float) -> None:
+        """Restarts it with these settings, as `restart`. Its hosts and ports stay."""
+        self._launch, self._start = launch, self._start_of(launch)
+        await self.restart(self.restarts, timeout_s)
+
+    def _start_of(self, launch: RouterLaunch) -> MemberStart:
+        process = ProcessSpec(
+            name="router",
+            argv=python("router", "--launch", f"{self._run_dir}/launch.json"),
+            stop_grace_s=launch.router.drain_timeout_s + STOP_MARGIN_S,
+        )
+        files = {"launch.json": launch.model_dump_json()}
+        return MemberStart(run_dir=str(self._run_dir), files=files, processes=(process,))
 
     async def run(self) -> None:
         """Restarts the router whenever it ends, until it is closed or fails to start."""
@@ -105,7 +112,9 @@ class RouterSlot:
             if found is not None and not is_running(found, self._start):  # it ended while there was no controller
                 return found.end.reason if found.end is not None else "it was started otherwise"
             if found is None:
+                self.launch = self._launch
                 await self._member.start(self._start)
+                self._on_change()
             self._is_restarting = False
             return (await self._member.wait_end()).reason
         except Exception as error:

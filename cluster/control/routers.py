@@ -4,6 +4,7 @@ that join it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +18,14 @@ from cluster.keeper.members import RunningProcess
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from cluster.tasks import raise_failure
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.spec import ClusterSpec, Role, RouterSpec
 from tandem.errors import ConfigError, ModelNotFound
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, trace_pb2
+
+log = logging.getLogger(__name__)
+
+KEPT = ("replicas", "http_host", "http_port", "grpc_host", "grpc_port", "tls")  # by a router whose settings change
 
 
 class Routers:
@@ -35,8 +40,10 @@ class Routers:
         on_change: Callable[[], None],
     ) -> None:
         self.slots: list[RouterSlot] = []
-        self.joined = JoinedRouters(tls, lambda router_id: self._launch(router_id, cluster.spec.router))
+        self.joined = JoinedRouters(tls, lambda router_id: self._launch(router_id, self._spec.router))
         self._cluster = cluster
+        self._spec = cluster.spec  # as it was changed, where that concerns routers
+        self._changing = asyncio.Lock()
         self._backend = backend
         self._run_base = run_base
         self._on_change = on_change
@@ -63,14 +70,45 @@ class Routers:
     async def start(self) -> None:
         """Starts every router of the spec. Raises PortInUse if too few ports are free."""
         launches = [
-            self._own_launch(f"router-{number}", router)
-            for number, router in enumerate(router_specs(self._cluster.spec))
+            self._own_launch(f"router-{number}", router) for number, router in enumerate(router_specs(self._spec))
         ]
         await self._add(RouterRecord(launch=launch, restarts=0, has_served=False) for launch in launches)
 
     async def resume(self, records: Sequence[RouterRecord]) -> None:
-        """Takes over the routers of an earlier controller."""
+        """Takes over the routers of an earlier controller, with the settings that they have."""
         await self._add(records)
+
+    @property
+    def settings(self) -> RouterSpec:
+        return self._spec.router
+
+    def take_settings(self, spec: ClusterSpec) -> None:
+        """Those that routers shall have; `settle` sees to it."""
+        self._spec = spec
+
+    async def change(self, spec: ClusterSpec) -> None:
+        """Returns when every router has the settings of `spec`. Raises what `settle` raises."""
+        self.take_settings(spec)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Restarts routers with other settings than they shall have, one after another: the others serve meanwhile, and
+        running requests may end within the drain timeout.
+
+        Raises UnavailableError if one does not serve again; those after it keep their settings.
+        """
+        async with self._changing:
+            for slot in self.slots:
+                wanted = self._settled(slot.launch)
+                if wanted != slot.launch:
+                    log.info("restarting with other settings", extra={"router": slot.name})
+                    await slot.change(wanted, self._spec.control.start_timeout_s)
+            await self.joined.settle(self._spec.control.start_timeout_s)
+
+    def _settled(self, launch: RouterLaunch) -> RouterLaunch:
+        """Hosts, ports and certificates stay."""
+        kept = {name: getattr(launch.router, name) for name in KEPT}
+        return launch.model_copy(update={"router": self._spec.router.model_copy(update=kept)})
 
     def records(self) -> tuple[RouterRecord, ...]:
         return tuple(slot.record() for slot in self.slots)
@@ -84,7 +122,7 @@ class Routers:
             self._tasks.append(asyncio.create_task(slot.run()))
 
     def _launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
-        spec = self._cluster.spec
+        spec = self._spec
         return RouterLaunch(
             cluster=spec.name,
             router_id=router_id,

@@ -73,7 +73,7 @@ class StatusReport:
             autoscaler=self._autoscaling.status(),
             task_failures=task_failures,
             models=[_model(model) for model in self._workers.models],
-            local_prefill_max_tokens=self._spec.router.local_prefill_max_tokens,
+            local_prefill_max_tokens=self._routers.settings.local_prefill_max_tokens,
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,

@@ -1,4 +1,5 @@
-"""Compares a changed spec with the running one. Only pool sizes and the autoscaler can change live. Pure."""
+"""Compares a changed spec with the running one. Pool sizes, the autoscaler and what routers do can change live.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cluster.spec.loader import spec_of_text
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
-LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*")
+LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*")
+FIXED = ("router.replicas", "router.http_*", "router.grpc_*", "router.tls*")  # of those: how many there are, and where
 SHOWN_FIELDS = 6
 
 
@@ -44,7 +46,11 @@ class SpecSource:
 
 def is_live(field: str) -> bool:
     """Whether the field can change while the cluster runs."""
-    return any(fnmatchcase(field, pattern) for pattern in LIVE)
+    return _matches(field, LIVE) and not _matches(field, FIXED)
+
+
+def _matches(field: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(field, pattern) for pattern in patterns)
 
 
 def changed_fields(old: ClusterSpec, new: ClusterSpec) -> list[str]:

@@ -147,3 +147,88 @@ async def test_a_router_that_may_not_join_says_why(
     unnamed = JoinedRouter(cluster, tmp_path, "unnamed", "--name", "../x")
     assert await asyncio.to_thread(unnamed.process.wait, 30) == 2
     assert "--name: expected letters" in unnamed.log.read_text()
+
+
+class Clients:
+    """Ask one after another, each time another router that is ready, as the endpoints of a Service would have it."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self._ports = ports
+        self._ready: list[int] = []
+        self.answers: list[int] = []
+        self._tasks = [asyncio.create_task(self._watch()), *(asyncio.create_task(self._ask(n)) for n in range(4))]
+
+    async def _watch(self) -> None:
+        async with httpx.AsyncClient() as client:
+            while True:
+                self._ready = [port for port in self._ports if await _is_ready(client, port)]
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, number: int) -> None:
+        body = {"model": "tiny", "prompt": random_prompt(30, VOCAB, number), "max_tokens": 40, "ignore_eos": True}
+        turn = number
+        async with httpx.AsyncClient(timeout=60) as client:
+            while True:
+                if not self._ready:
+                    await asyncio.sleep(0.1)
+                    continue
+                turn += 1
+                url = f"http://127.0.0.1:{self._ready[turn % len(self._ready)]}/v1/completions"
+                self.answers.append((await client.post(url, json=body)).status_code)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+async def _is_ready(client: httpx.AsyncClient, port: int) -> bool:
+    try:
+        return (await client.get(f"http://127.0.0.1:{port}/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "own"])
+async def test_changed_settings_of_routers_are_applied_one_after_another(
+    cluster_with: Callable[..., Cluster], join: Callable[..., JoinedRouter], tmp_path: Path, joined: bool
+) -> None:
+    """No request fails; no worker restarts; what was changed holds, also for a router that joins later."""
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    spec: dict[str, Any] = {
+        "models": [{"source": str(model), **POOLS}],
+        "control": {"backend": "subprocess"},
+        "router": {"replicas": 0 if joined else 2, "drain_timeout_s": 20.0},
+    }
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    if joined:
+        routers = [join(cluster, "--leave-seconds", "1.5") for _ in range(2)]
+        await asyncio.gather(*(router.wait_ready() for router in routers))
+        ports = [router.http for router in routers]
+        clients = Clients(ports)
+    else:
+        ports = [int(each["http"].rpartition(":")[2]) for each in cluster.status()["routers"]]
+    workers = running(cluster)["workers"]
+    changed = tmp_path / "changed.yaml"
+    text = (cluster.log.parent / "cluster.yaml").read_text()
+    changed.write_text(text.replace("router:", "router:\n  max_body_bytes: 2048"))
+    done = await asyncio.to_thread(cluster.tandem, "apply", str(changed))
+    assert done.returncode == 0, done.stderr
+    assert "routers, one after another: max_body_bytes" in done.stdout
+    if joined:
+        await clients.close()
+        assert set(clients.answers) == {200}
+        assert len(clients.answers) > 20
+        assert all("starting again" in router.log.read_text() for router in routers)
+        late = join(cluster)
+        await late.wait_ready()
+        ports.append(late.http)
+    async with httpx.AsyncClient() as client:
+        body = {"model": "tiny", "prompt": "x" * 3000}
+        found = [await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) for port in ports]
+    assert [each.status_code for each in found] == [413] * len(ports)
+    assert running(cluster)["workers"] == workers
+    assert set(states(cluster).values()) == {"ready"}
+    cluster.note_descendants()
+    cluster.assert_conserved()

@@ -69,6 +69,7 @@
 {{- if and .Values.auth.existingSecret (not .Values.test.apiKeySecret.name) -}}
 {{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, because auth.existingSecret is set" -}}
 {{- end -}}
+{{- include "tandem.checkRouters" . -}}
 {{- include "tandem.checkPods" . -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
@@ -105,15 +106,37 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "tandem.checkRouters" -}}
+{{- with .Values.routers.autoscaling -}}
+{{- if .enabled -}}
+{{- if gt ($.Values.routers.replicas | int) 0 -}}
+{{- fail "routers.replicas: expected 0 with routers.autoscaling.enabled: the autoscaler sets the number, from minReplicas to maxReplicas" -}}
+{{- end -}}
+{{- if gt (.minReplicas | int) (.maxReplicas | int) -}}
+{{- fail (printf "routers.autoscaling.maxReplicas: expected at least minReplicas (%v), got %v" .minReplicas .maxReplicas) -}}
+{{- end -}}
+{{- if not (or .cpuPercent .queuedRequests .metrics) -}}
+{{- fail "routers.autoscaling: expected cpuPercent, queuedRequests or metrics: there would be nothing to scale by" -}}
+{{- end -}}
+{{- if and .cpuPercent (not (dig "requests" "cpu" "" $.Values.routers.resources)) -}}
+{{- fail "routers.resources.requests.cpu: expected a quantity, because routers.autoscaling.cpuPercent is a share of it" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not (include "tandem.routerPods" .)) .Values.tls.internal.routerSecret -}}
+{{- fail "tls.internal.routerSecret: expected none: routers run in the head pod (routers.replicas is 0)" -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Names in `pod` values that are the chart's: Kubernetes would take one of the two, or refuse the pod. */ -}}
 {{- define "tandem.checkPods" -}}
 {{- $taken := dict
-  "env" (list "POD_IP" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
+  "env" (list "POD_IP" "POD_NAME" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
   "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls")
-  "containers" (list "ray-head" "ray-node" "valkey")
-  "initContainers" (list "ray-head" "ray-node" "valkey") -}}
+  "containers" (list "ray-head" "ray-node" "valkey" "router")
+  "initContainers" (list "ray-head" "ray-node" "valkey" "router") -}}
 {{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" -}}
-{{- range $where, $pod := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
+{{- range $where, $pod := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
 {{- range $kind, $names := $taken -}}
 {{- range $number, $each := get $pod $kind | default list -}}
 {{- if or (has $each.name $names) (hasPrefix "pull-model-" $each.name) -}}

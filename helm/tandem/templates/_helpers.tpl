@@ -38,8 +38,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "tandem.image" -}}
-{{- $version := ternary (print "@" .Values.image.digest) (print ":" (.Values.image.tag | default .Chart.AppVersion)) (ne .Values.image.digest "") -}}
-{{- include "tandem.fromRegistry" (list . (print .Values.image.repository $version)) -}}
+{{- include "tandem.imageOf" (list . .Values.image) -}}
+{{- end -}}
+
+{{- /* Args: (root, image values). */ -}}
+{{- define "tandem.imageOf" -}}
+{{- $root := index . 0 -}}{{- $image := index . 1 -}}
+{{- $version := ternary (print "@" $image.digest) (print ":" ($image.tag | default $root.Chart.AppVersion)) (ne $image.digest "") -}}
+{{- include "tandem.fromRegistry" (list $root (print $image.repository $version)) -}}
 {{- end -}}
 
 {{- /* An image in global.imageRegistry, if that is set. As in Docker, a first part with a dot or a colon is its own registry. */ -}}
@@ -59,7 +65,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* "true" if several pods exchange KV and prefix events, else empty. */ -}}
 {{- define "tandem.severalPods" -}}
-{{- if or (gt (.Values.node.replicas | int) 0) (not .Values.node.onHead) }}true{{ end -}}
+{{- if or (gt (.Values.node.replicas | int) 0) (not .Values.node.onHead) (include "tandem.routerPods" .) }}true{{ end -}}
+{{- end -}}
+
+{{- /* "true" if routers have pods of their own, else empty. */ -}}
+{{- define "tandem.routerPods" -}}
+{{- if or (gt (.Values.routers.replicas | int) 0) .Values.routers.autoscaling.enabled }}true{{ end -}}
+{{- end -}}
+
+{{- /* The component whose pods take clients' requests. */ -}}
+{{- define "tandem.edge" -}}
+{{- ternary "router" "head" (eq (include "tandem.routerPods" .) "true") -}}
 {{- end -}}
 
 {{- /* "true" if clients need an API key or a token, else empty. */ -}}
@@ -67,8 +83,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or .Values.auth.existingSecret (dig "security" "auth" "jwt" nil .Values.cluster) }}true{{ end -}}
 {{- end -}}
 
+{{- /* How many routers one pod has, each with ports of its own. */ -}}
 {{- define "tandem.routers" -}}
-{{- dig "router" "replicas" 1 .Values.cluster -}}
+{{- ternary 1 (dig "router" "replicas" 1 .Values.cluster) (eq (include "tandem.routerPods" .) "true") -}}
 {{- end -}}
 
 {{- /* The name of one router's port, such as `http` or `http-1`. Args: (kind, number of the router). */ -}}
@@ -88,12 +105,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.tls.edge.serverName | default (printf "%s-http.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 
-{{- /* The Secret with a pod's internal certificate. Args: (root, head or node). */ -}}
+{{- /* The Secret with a pod's internal certificate. Args: (root, head, node or router). */ -}}
 {{- define "tandem.internalSecret" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 {{- with $root.Values.tls.internal -}}
 {{- if .existingSecret -}}
-{{- ternary (default .existingSecret .nodeSecret) .existingSecret (eq $component "node") -}}
+{{- get (dict "node" .nodeSecret "router" .routerSecret) $component | default .existingSecret -}}
 {{- else if .certManager.enabled -}}
 {{- include "tandem.fullname" $root }}-{{ $component }}-tls
 {{- end -}}

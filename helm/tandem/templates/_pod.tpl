@@ -21,12 +21,13 @@
 {{- end }}
 {{- end -}}
 
-{{- /* What `pod` values add to the pods of a component (head, node or valkey), as JSON. With node.onHead the head pod is a node
+{{- /* What `pod` values add to the pods of a component (head, node, router or valkey), as JSON. With node.onHead the head pod is a node
 too: it gets node.pod, and then head.pod. Args: (root, component). */ -}}
 {{- define "tandem.pod" -}}
 {{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
 {{- $sources := list -}}
 {{- if eq $component "valkey" }}{{ $sources = list $values.redis.valkey.pod }}{{ end -}}
+{{- if eq $component "router" }}{{ $sources = list $values.routers.pod }}{{ end -}}
 {{- if or (eq $component "node") (and (eq $component "head") $values.node.onHead) }}{{ $sources = list $values.node.pod }}{{ end -}}
 {{- if eq $component "head" }}{{ $sources = append $sources $values.head.pod }}{{ end -}}
 {{- $found := dict -}}
@@ -88,6 +89,26 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
 {{- end -}}
 
+{{- /* Probes of a container with a router. In the head pod a start ends when workers have loaded their models; a router with
+a pod of its own waits for them as long as it takes. */ -}}
+{{- define "tandem.edgeProbes" -}}
+{{- $scheme := ternary "HTTPS" "HTTP" (ne (include "tandem.edgeSecret" .) "") -}}
+startupProbe:
+  httpGet: {path: {{ ternary "/health" "/ready" (eq (include "tandem.routerPods" .) "true") }}, port: http, scheme: {{ $scheme }}}
+  periodSeconds: 5
+  failureThreshold: {{ div (add (.Values.startupSeconds | int) 4) 5 }}
+readinessProbe:
+  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
+  periodSeconds: 5
+  timeoutSeconds: 2
+  failureThreshold: 3
+livenessProbe:
+  httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
 {{- define "tandem.redisCaSecret" -}}
 {{- if eq .Values.redis.mode "valkey" -}}
 {{- .Values.redis.valkey.tls.existingSecret -}}
@@ -96,18 +117,21 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- end -}}
 {{- end -}}
 
-{{- /* Only the head pod has the keys and the edge's certificate. Args: (root, head or node). */ -}}
+{{- /* Only pods with routers, and the head pod, have the keys and the edge's certificate. Args: (root, head, node or
+router). A router's pod needs no model: the controller sends it the tokenizers. */ -}}
 {{- define "tandem.volumeMounts" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
-- {name: shared-memory, mountPath: /dev/shm}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/tandem}
+{{- if ne $component "router" }}
+- {name: shared-memory, mountPath: /dev/shm}
 - {name: models, mountPath: /models}
 - {name: config, mountPath: /etc/tandem, readOnly: true}
+{{- end }}
 {{- if include "tandem.internalSecret" . }}
 - {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
 {{- end }}
-{{- if eq $component "head" }}
+{{- if has $component (list "head" "router") }}
 {{- if include "tandem.edgeSecret" $root }}
 - {name: tls-edge, mountPath: /etc/tandem-tls/edge, readOnly: true}
 {{- end }}
@@ -122,12 +146,13 @@ dnsPolicy: ClusterFirstWithHostNet
 
 {{- define "tandem.volumes" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
-- name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" $root }}}
 - name: tmp
   emptyDir: {}
 - name: home
   emptyDir: {}
+{{- if ne $component "router" }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" $root }}}
 - name: models
   {{- with $root.Values.models }}
   {{- if .existingClaim }}
@@ -140,11 +165,12 @@ dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
 - name: config
   configMap: {name: {{ include "tandem.fullname" $root }}}
+{{- end }}
 {{- with include "tandem.internalSecret" . }}
 - name: tls-internal
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
 {{- end }}
-{{- if eq $component "head" }}
+{{- if has $component (list "head" "router") }}
 {{- with include "tandem.edgeSecret" $root }}
 - name: tls-edge
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
@@ -192,7 +218,7 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
 {{- end -}}
 
-{{- /* Args: (root, head or node). */ -}}
+{{- /* Args: (root, head, node or router). */ -}}
 {{- define "tandem.podSpec" -}}
 {{- $root := index . 0 -}}
 serviceAccountName: {{ include "tandem.serviceAccount" $root }}
@@ -205,7 +231,7 @@ securityContext:
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if or $root.Values.node.onHead (eq (index . 1) "node") }}
+{{- if or (eq (index . 1) "node") (and $root.Values.node.onHead (eq (index . 1) "head")) }}
 {{- with $root.Values.node.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
@@ -214,7 +240,8 @@ runtimeClassName: {{ . }}
 {{ . }}
 {{- end }}
 {{- $own := include "tandem.podList" (append . "initContainers") }}
-{{- $pulls := include "tandem.pullContainers" . }}
+{{- $pulls := "" }}
+{{- if ne (index . 1) "router" }}{{ $pulls = include "tandem.pullContainers" . }}{{ end }}
 {{- with printf "%s\n%s" $own (trim $pulls) | trim }}
 initContainers:
   {{- . | nindent 2 }}
@@ -238,10 +265,11 @@ initContainers:
 {{- toYaml $resources -}}
 {{- end -}}
 
+{{- /* Args: (root, component, its constraints). */ -}}
 {{- define "tandem.spread" -}}
 {{- $component := index . 1 -}}
 {{- $root := index . 0 -}}
-{{- with $root.Values.node.topologySpreadConstraints }}
+{{- with index . 2 }}
 topologySpreadConstraints:
   {{- range . }}
   {{- $labels := merge (dict "app.kubernetes.io/component" $component) (include "tandem.selectorLabels" $root | fromYaml) }}

@@ -14,6 +14,9 @@
 {{- end -}}
 {{- if $at }}{{ fail (printf "cluster.%s: set by the chart%s; leave it out" $path $instead) }}{{ end -}}
 {{- end -}}
+{{- if and (include "tandem.routerPods" .) (dig "router" "replicas" nil $spec) -}}
+{{- fail "cluster.router.replicas: expected none with routers in pods of their own: set routers.replicas, or routers.autoscaling" -}}
+{{- end -}}
 {{- if not (dig "control" "start_timeout_s" nil $spec) -}}
 {{- $_ := set $spec "control" (merge (dict "start_timeout_s" .Values.startupSeconds) (default dict $spec.control)) -}}
 {{- end -}}
@@ -27,6 +30,9 @@
   "redis" (dict "mode" "embedded") -}}
 {{- if ne .Values.redis.mode "embedded" -}}
 {{- $_ := set $set "redis" (dict "mode" "external" "url" "${TANDEM_REDIS_URL}") -}}
+{{- end -}}
+{{- if include "tandem.routerPods" . -}}
+{{- $_ := set $set.router "replicas" 0 -}}
 {{- end -}}
 {{- if include "tandem.edgeSecret" . -}}
 {{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
@@ -97,6 +103,7 @@ colons must be written by the YAML writer. */ -}}
 {{- define "tandem.fixedConfig" -}}
 {{- $spec := include "tandem.clusterSpec" . | fromYaml -}}
 {{- $_ := unset $spec "autoscaler" -}}
+{{- $_ := set $spec "router" (pick $spec.router "replicas" "http_host" "http_port" "grpc_host" "grpc_port" "tls") -}}
 {{- range $model := $spec.models -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- with get $model $role -}}

@@ -5,7 +5,7 @@ import yaml
 
 from cluster.control.apply import SpecApplier
 from cluster.spec.changes import SpecSource
-from cluster.spec.loader import spec_of_text
+from cluster.spec.loader import load_spec, spec_of_text
 from tandem.config.spec import ClusterSpec
 from tandem.errors import InsufficientMemory
 
@@ -30,14 +30,43 @@ class FullPools:
         return 1, 1
 
 
+class QuietAutoscaling:
+    async def configure(self, spec: ClusterSpec) -> None:
+        """Does nothing."""
+
+
 class NoAutoscaling:
     async def configure(self, spec: ClusterSpec) -> None:
         raise AssertionError("the autoscaler did not change")
 
 
+class SettledRouters:
+    def __init__(self) -> None:
+        self.specs: list[ClusterSpec] = []
+
+    async def change(self, spec: ClusterSpec) -> None:
+        self.specs.append(spec)
+
+
+async def test_routers_are_told_what_concerns_them() -> None:
+    routers = SettledRouters()
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, SpecSource(load_spec(None, {}, {}), {}))
+    text = "router: {max_queued_requests: 9, dashboard: false}"
+    said = "routers, one after another: max_queued_requests, dashboard"
+    assert await applier.apply(text, dry_run=True) == (f"would set {said}",)
+    assert routers.specs == []
+    assert await applier.apply(text, dry_run=False) == (said,)
+    assert await applier.apply(text, dry_run=False) == ()
+    (spec,) = routers.specs
+    assert (spec.router.max_queued_requests, spec.router.dashboard) == (9, False)
+
+
 async def test_an_error_lists_the_changes_made_before_it() -> None:
     applier = SpecApplier(
-        FullPools(), NoAutoscaling(), SpecSource(spec_of_text(two_models(1), fallbacks={}, flags={}), {})
+        FullPools(),
+        NoAutoscaling(),
+        SettledRouters(),
+        SpecSource(spec_of_text(two_models(1), fallbacks={}, flags={}), {}),
     )
     with pytest.raises(InsufficientMemory) as caught:
         await applier.apply(two_models(2), dry_run=False)

@@ -101,7 +101,8 @@ def too_far(version: str) -> str:
         (successor("k1", spec(replicas=2)), ""),  # `tandem apply` may have changed what the keeper was started with
         (successor("k2", ClusterSpec()), ""),
         (successor("k2", sized(2, 2)), ""),
-        (successor("k2", spec(replicas=2, max_migrations=7)), "router.replicas, router.max_migrations changed"),
+        (successor("k2", spec(replicas=2, http_port=81)), "router.replicas, router.http_port changed"),
+        (successor("k2", spec(max_migrations=7)), ""),
         (successor("k2", ClusterSpec(), fingerprint="g"), "its models have changed"),
         (successor("k1", ClusterSpec(), version="1.1"), ""),
         (successor("k2", ClusterSpec(), version="1.1.2"), ""),

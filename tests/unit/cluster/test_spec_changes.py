@@ -13,12 +13,17 @@ def source(**flags: object) -> SpecSource:
     return SpecSource(load_spec(None, flags, {}), flags)
 
 
-def test_sizes_of_pools_and_the_autoscaler_can_change() -> None:
+def test_sizes_of_pools_the_autoscaler_and_what_routers_do_can_change() -> None:
     running = source()
     spec = running.changed_by("models: [{prefill: {workers: 3}}]\nautoscaler: {enabled: true, decode: {max: 4}}")
     assert spec.models[0].prefill.workers == 3
     assert changed_fields(running.spec, spec) == [
         "models.0.prefill.workers", "autoscaler.enabled", "autoscaler.decode.max",
+    ]  # fmt: skip
+    assert all(is_live(field) for field in changed_fields(running.spec, spec))
+    spec = running.changed_by("router: {classes: [{name: only}], max_queued_requests: 9, idempotency: {keep_s: 5}}")
+    assert changed_fields(running.spec, spec) == [
+        "router.max_queued_requests", "router.classes", "router.idempotency.keep_s",
     ]  # fmt: skip
     assert all(is_live(field) for field in changed_fields(running.spec, spec))
 
@@ -30,7 +35,7 @@ def test_sizes_of_pools_and_the_autoscaler_can_change() -> None:
         ("models: [{prefill: {tp: 2}, engine: {dtype: bfloat16}}]", "models.0.prefill.tp, models.0.engine.dtype"),
         ("models: [{prefill: {engine: {dtype: bfloat16}}}]", "models.0.prefill.engine.dtype"),
         ("models: [{}, {name: second}]", "models"),
-        ("router: {classes: [{name: only}]}", "router.classes"),
+        ("router: {replicas: 2, classes: [{name: only}]}", "router.replicas"),
         ("models: [{decode: {workers: 2}}]\nlog_level: debug", "log_level"),
     ],
 )

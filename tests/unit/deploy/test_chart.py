@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.spec.changes import LIVE
+from cluster.spec.changes import is_live
+from cluster.spec.loader import load_spec
 from tandem.config.spec import ClusterSpec, Role, TransferSpec, TransportKind
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -343,18 +345,40 @@ def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:
     assert "initContainers" not in head_of(local)["template"]["spec"]
 
 
+def changed(name: str, value: object) -> object:
+    """Another value of this setting of routers."""
+    others = {
+        "classes": [{"name": "only"}],
+        "cors_origins": ["*"],
+        "idempotency": {"keep_s": 5},
+        "policy": "round_robin",
+        "disaggregation": "always",
+        "record": "/tmp/recorded",
+        "index_memory_bytes": 1 << 30,
+    }
+    if name in others:
+        return others[name]
+    return not value if isinstance(value, bool) else int(str(value).partition(".")[0]) + 1
+
+
 def test_a_spec_changed_where_it_is_fixed_changes_the_head_pod_and_only_then(render: Render) -> None:
-    def cluster(setting: str = "cluster.models[0].engine.device=cpu") -> Manifest:
-        room = "node.resources.requests.cpu=8,node.resources.limits.memory=64Gi"
-        return render("--set", f"{room},cluster.models[0].engine.device=cpu,{setting}")["RayCluster", "test-tandem"]
+    def cluster(setting: str = 'cluster.name="tandem"') -> Manifest:
+        room = "node.resources.requests.cpu=8,node.resources.limits.memory=64Gi,cluster.models[0].engine.device=cpu"
+        return render("--set", room, "--set-json", setting)["RayCluster", "test-tandem"]
 
     before = cluster()
-    for setting in ("cluster.log_level=debug", "cluster.models[0].decode.tp=2", "cluster.router.replicas=2"):
+    for setting in ('cluster.log_level="debug"', "cluster.models[0].decode.tp=2", "cluster.router.replicas=2"):
         assert cluster(setting) != before, setting
-    for field in LIVE:
-        path = field.replace("models.*", "models[0]").replace("autoscaler.*", "autoscaler.enabled")
-        setting = f"cluster.{path}={'true' if path.endswith('enabled') else 2}"
-        assert cluster(setting) == before, setting
+    live: dict[str, object] = {
+        "autoscaler.enabled": True, "models[0].prefill.workers": 2, "models[0].decode.workers": 2,
+    }  # fmt: skip
+    for name, value in load_spec(None, {}, {}).router.model_dump(mode="json").items():
+        if is_live(f"router.{name}"):
+            live[f"router.{name}"] = changed(name, value)
+    assert {"router.classes", "router.max_queued_requests", "router.drain_timeout_s"} <= live.keys()
+    for path, value in live.items():
+        assert is_live(path.replace("[0]", ".0"))
+        assert cluster(f"cluster.{path}={json.dumps(value)}") == before, path
     less = render("--set", "cluster.models[0].prefill.workers=0")
     assert less["ConfigMap", "test-tandem"] != render()["ConfigMap", "test-tandem"]
 
