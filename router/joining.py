@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine that others reach")
     parser.add_argument("--http-port", type=_port, default=8000)
     parser.add_argument("--grpc-port", type=_port, default=50051)
-    parser.add_argument("--control-port", type=_port, default=50052, help="where the controller asks the router")
+    parser.add_argument("--control-port", type=_port, default=50053, help="where the controller asks the router")
     parser.add_argument(
         "--leave-seconds",
         type=float,

@@ -6,12 +6,17 @@ Without Ray, so that it can be tested: `LeaseActor` is the body of an actor, `Le
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
 
 RENEWAL_S = 2.0  # for the actor's answer
 TAKING_S = 60.0  # the actor may have to be started first
+FORGET_S = 5.0
 LEASE_S = 10.0  # a controller that has not renewed for so long may be replaced by that of another keeper
 
 
@@ -31,19 +36,72 @@ class Fence:
         self.lease = lease
 
 
+class Store(Protocol):
+    """Keeps one text for longer than the process that writes it. Its calls may block, and raise anything."""
+
+    def read(self) -> str:
+        """Empty: there is none."""
+        ...
+
+    def write(self, text: str) -> None: ...
+
+
+class LatestWriter:
+    """Writes to a store in a thread of its own, of several texts the last: the store may be away for minutes."""
+
+    def __init__(self, store: Store, retry_s: float = 1.0) -> None:
+        self._store = store
+        self._retry_s = retry_s
+        self._text: str | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="store", daemon=True).start()
+
+    def write(self, text: str) -> None:
+        with self._changed:
+            self._text = text
+            self._changed.notify()
+
+    def wait_written(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._text is None, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._text is not None)
+                text = self._text or ""
+            try:
+                self._store.write(text)
+            except Exception as error:
+                log.warning("cannot store the cluster's record, trying again: %s", error)
+                time.sleep(self._retry_s)
+                continue
+            with self._changed:
+                if self._text == text:
+                    self._text = None
+                    self._changed.notify_all()
+
+
 class LeaseActor:
     """The lease and the record of one cluster. Leases grow, also when Ray has restarted this actor or the clock was
-    set back."""
+    set back.
+
+    Args: `store` keeps both if the node of this actor is lost.
+    """
 
     def __init__(
-        self, unix_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic
+        self,
+        unix_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        store: Store | None = None,
     ) -> None:
         self._unix_s = unix_s
         self._monotonic_s = monotonic_s
         self._fence = Fence()
         self._holder = ""
         self._renewed_s = 0.0
-        self._record = ""
+        self._fence.lease, self._record = parted(store.read()) if store is not None else (0, "")
+        self._writer = LatestWriter(store) if store is not None else None
 
     def take(self, holder: str, after: int) -> int:
         """The new lease; 0: another holder has it. `holder` names the keeper, which has one controller at a time.
@@ -67,6 +125,15 @@ class LeaseActor:
     def keep(self, lease: int, record: str) -> None:
         self._fence.check(lease)
         self._record = record
+        if self._writer is not None:
+            self._writer.write(stamped(lease, record))
+
+    def forget(self) -> None:
+        """Nothing is to be taken over."""
+        self._record = ""
+        if self._writer is not None:
+            self._writer.write("")
+            self._writer.wait_written(FORGET_S)
 
     def kept(self) -> str:
         return self._record

@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 from cluster.backends.lease import LEASE_S, Lease, LeaseActor, StaleController, parted, stamped
 from cluster.backends.protocol import MemberHandle, Resources
@@ -42,6 +43,22 @@ RETRY_S = 0.2
 RENEW_S = 1.0
 JOIN_S = 30.0
 ON_HEAD = "node:__internal_head__"  # a resource of the head's node; an actor elsewhere would keep its node from leaving
+
+
+@dataclass(frozen=True, slots=True)
+class GcsStore:
+    """A text in Ray's GCS. With a Redis for Ray's tables (GCS fault tolerance) it outlives the head's node."""
+
+    key: str
+
+    def read(self) -> str:
+        return (internal_kv._internal_kv_get(self.key, namespace=NAMESPACE) or b"").decode()
+
+    def write(self, text: str) -> None:
+        if text:
+            internal_kv._internal_kv_put(self.key, text, overwrite=True, namespace=NAMESPACE)
+        else:
+            internal_kv._internal_kv_del(self.key, namespace=NAMESPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +186,7 @@ class RayBackend:
             num_cpus=0,
             resources={ON_HEAD: 0.001},
             max_restarts=-1,
-        ).remote()
+        ).remote(store=GcsStore(f"{self._cluster}/record"))
 
     async def _taken_lease(self, after: int) -> Lease | None:
         try:
@@ -275,5 +292,7 @@ class RayBackend:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
             if is_held:
                 self._placements.release_all()
+                with contextlib.suppress(AttributeError):  # an earlier release started it
+                    ray.get(self._lease_actor.forget.remote(), timeout=LEASE_S)
                 ray.kill(self._lease_actor, no_restart=True)
         ray.shutdown()

@@ -105,6 +105,15 @@ class Controller:
         )
 
     @property
+    def _asked_address(self) -> str:
+        return f"{self.spec.control.admin_host}:{self.spec.control.admin_port}"
+
+    @property
+    def _found_at(self) -> str:
+        """Where workers and routers find a controller."""
+        return self.spec.control.advertised_address or self.admin_address
+
+    @property
     def http_address(self) -> str:
         """Of the first router; empty: there is none."""
         return next((http for http, _ in self.routers.addresses), "")
@@ -131,10 +140,10 @@ class Controller:
             self.is_new = True
             await self._backend.release_others((), ())
             await self._until_ports_are_free()
-            await self._serve_admin(f"{self.spec.control.admin_host}:{self.spec.control.admin_port}")
+            await self._serve_admin(self._asked_address)
             await run_together(
                 self.routers.start(),
-                self.workers.start(self._epoch_settings(self.admin_address)),
+                self.workers.start(self._epoch_settings(self._found_at)),
             )
         self._record.start()
         self._tasks.append(asyncio.create_task(keep_running("node drainer", self._node_drainer.run)))
@@ -177,10 +186,13 @@ class Controller:
         self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
         await self._backend.release_others(groups, [router.launch.router_id for router in record.routers])
-        self.workers.resume(self._epoch_settings(record.admin_address), record.workers)
+        # `admin_port: 0` is another port for each `tandem up`.
+        control = self.spec.control
+        address = record.admin_address if control.advertised_address is None else self._asked_address
+        self.workers.resume(self._epoch_settings(control.advertised_address or address), record.workers)
         self.routers.secrets = record.router_secrets() or self.routers.secrets
         self.routers.take_settings(record.spec)
-        await self._serve_admin(record.admin_address)  # `admin_port: 0` is another port for each `tandem up`
+        await self._serve_admin(address)
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
         self._tasks.append(asyncio.create_task(keep_running("routers' settings", self.routers.settle)))
@@ -261,7 +273,7 @@ class Controller:
                 field="control.admin_port",
             ) from None
         self.admin_address = f"{address.rpartition(':')[0]}:{port}"
-        self.routers.configure(self.admin_address, self._redis.url)
+        self.routers.configure(self._found_at, self._redis.url)
         await self._admin.start()
 
 

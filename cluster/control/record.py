@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, is_live
+from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, decides_nothing, is_live
 from cluster.tasks import count_failure
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
@@ -142,7 +142,9 @@ class Successor:
             return ""
         if record.fingerprints != self.fingerprints:
             return "its models have changed"
-        changed = [each for each in changed_fields(record.spec, self.source.spec) if not is_live(each)]
+        old, new = record.spec, self.source.spec
+        fixed = [each for each in changed_fields(old, new) if not is_live(each)]
+        changed = [each for each in fixed if not decides_nothing(each, old, new)]
         return f"{', '.join(changed[:SHOWN_FIELDS])} changed" if changed else ""
 
     def adapted(self, record: ClusterRecord) -> ClusterRecord:

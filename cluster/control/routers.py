@@ -25,7 +25,9 @@ from tandem.v1 import cluster_pb2, trace_pb2
 
 log = logging.getLogger(__name__)
 
-KEPT = ("replicas", "http_host", "http_port", "grpc_host", "grpc_port", "tls")  # by a router whose settings change
+PLACE = ("replicas", "http_host", "http_port", "grpc_host", "grpc_port")
+NOWHERE = {name: getattr(RouterSpec(), name) for name in PLACE}
+KEPT = (*PLACE, "tls")  # by a router whose settings change
 
 
 class Routers:
@@ -40,7 +42,7 @@ class Routers:
         on_change: Callable[[], None],
     ) -> None:
         self.slots: list[RouterSlot] = []
-        self.joined = JoinedRouters(tls, lambda router_id: self._launch(router_id, self._spec.router))
+        self.joined = JoinedRouters(tls, self._joined_launch)
         self._cluster = cluster
         self._spec = cluster.spec  # as it was changed, where that concerns routers
         self._changing = asyncio.Lock()
@@ -137,6 +139,10 @@ class Routers:
             salt_secret=self.secrets.salt,
             log_level=spec.log_level,
         )
+
+    def _joined_launch(self, router_id: str) -> RouterLaunch:
+        """Where it listens is its own to say."""
+        return self._launch(router_id, self._spec.router.model_copy(update=NOWHERE))
 
     def _own_launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
         return self._launch(router_id, router).model_copy(

@@ -53,6 +53,14 @@ def _matches(field: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(field, pattern) for pattern in patterns)
 
 
+def decides_nothing(field: str, old: ClusterSpec, new: ClusterSpec) -> bool:
+    """Whether a change of this fixed field concerns nobody who runs: a controller found by an address of its own may
+    move, and ports of routers that the cluster does not start are nobody's."""
+    if field in ("control.admin_host", "control.admin_port"):
+        return old.control.advertised_address is not None
+    return _matches(field, FIXED) and not (old.router.replicas or new.router.replicas) and "tls" not in field
+
+
 def changed_fields(old: ClusterSpec, new: ClusterSpec) -> list[str]:
     """Dotted paths, as in docs/configuration.md."""
     return list(_changes("", old.model_dump(mode="json"), new.model_dump(mode="json")))

@@ -513,6 +513,11 @@ class ControlSpec(Frozen):
     )
     admin_host: str = Field("127.0.0.1", description="Address of the controller's admin port.")
     admin_port: Port = Field(50052, description="Admin API for `tandem status` and similar commands; 0: any free port.")
+    advertised_address: Annotated[str, Field(pattern=r"^.+:[0-9]{1,5}$")] | None = Field(
+        None,
+        description="Address (HOST:PORT) at which workers and routers find the controller, if not at the admin port: "
+        "one that stays when the controller moves to another machine.",
+    )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         120.0, description="Time within which a worker must be ready."
     )

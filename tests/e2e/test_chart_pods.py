@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,8 +31,13 @@ pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_IP, NODE_IP, VALKEY_IP = "10.77.0.1", "10.77.0.2", "10.77.0.3"
+ROUTER_IPS = ("10.77.0.4", "10.77.0.5", "10.77.0.6")
 MOST_RESTARTS = 3  # of one pod
-SERVICE_NAMES = {"test-tandem-head-svc.serving.svc.cluster.local": HEAD_IP, "test-tandem-valkey": VALKEY_IP}
+SERVICE_NAMES = {
+    "test-tandem-head-svc.serving.svc.cluster.local": HEAD_IP,
+    "test-tandem-control.serving.svc": HEAD_IP,
+    "test-tandem-valkey": VALKEY_IP,
+}
 VALUES = {
     "cluster": {
         "models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 1}}],
@@ -42,6 +48,15 @@ VALUES = {
     "node": {"replicas": 1, "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}},
     "preStopSeconds": 1,
     "redis": {"mode": "valkey", "valkey": {"auth": {"existingSecret": "tandem-valkey"}}},
+}
+
+ROUTER_PODS = {
+    "cluster": VALUES["cluster"] | {"router": {"disaggregation": "always", "drain_timeout_s": 20}},
+    "routers": {"replicas": 2},
+    "node": VALUES["node"] | {"onHead": False, "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "4Gi"}}},
+    "preStopSeconds": 1,
+    "redis": VALUES["redis"],
+    "ray": {"gcsFaultTolerance": {"enabled": True, "existingSecret": "tandem-ray"}},
 }
 
 Manifest = dict[str, Any]
@@ -69,7 +84,7 @@ class Machines:
         head, node = self.names
         cable = f"{self.prefix}h", f"{self.prefix}n"
         run("ip", "link", "add", cable[0], "netns", head, "type", "veth", "peer", "name", cable[1], "netns", node)
-        for name, end, addresses in ((head, cable[0], (HEAD_IP,)), (node, cable[1], (NODE_IP, VALKEY_IP))):
+        for name, end, addresses in ((head, cable[0], (HEAD_IP,)), (node, cable[1], (NODE_IP, VALKEY_IP, *ROUTER_IPS))):
             for address in addresses:
                 run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             run("ip", "-n", name, "link", "set", end, "up")
@@ -85,8 +100,10 @@ class Pod:
     The kubelet's part: files of the ConfigMap, environment with Secrets and the pod's address, folders of its own.
     """
 
-    def __init__(self, machine: str, ip: str, container: Manifest, folder: Path, files: dict[str, str]) -> None:
-        self.machine, self.ip, self.folder, self._container = machine, ip, folder, container
+    def __init__(
+        self, name: str, machine: str, ip: str, container: Manifest, folder: Path, files: dict[str, str]
+    ) -> None:
+        self.name, self.machine, self.ip, self.folder, self._container = name, machine, ip, folder, container
         self.termination_log = folder / "termination-log"
         self._paths = {
             "/etc/tandem/": f"{folder}/etc/",
@@ -95,7 +112,7 @@ class Pod:
             "/home/tandem": f"{folder}/home",
             **SERVICE_NAMES,
         }
-        for name in ("etc", "home", "bin"):
+        for name in ("etc", "home", "bin", "data"):
             (folder / name).mkdir(parents=True)
         self.mount(files)
         (folder / "bin" / "valkey-server").symlink_to(embedded_redis.binary())
@@ -120,7 +137,7 @@ class Pod:
             if "value" in entry:
                 text = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], entry["value"])
             elif "fieldRef" in entry["valueFrom"]:
-                text = self.ip
+                text = self.ip if entry["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP" else self.name
             elif (secret := entry["valueFrom"]["secretKeyRef"]["name"]) in given:
                 text = given[secret]
             else:
@@ -128,7 +145,7 @@ class Pod:
             found[entry["name"]] = self._here(text)
         found |= {
             "TANDEM_CACHE": str(cache_dir()),
-            "XDG_RUNTIME_DIR": f"{self.folder}/r",
+            "XDG_RUNTIME_DIR": f"{self.folder.parent}/r{self.name[0]}",  # one path in every pod of a kind
             "RAY_TMPDIR": f"{self.folder}/ray",
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": str(ROOT),
@@ -142,18 +159,28 @@ class Pod:
         """As the kubelet does: a node may have come before the head's own Ray node was known to Ray."""
         self.restarts += 1
         if self.restarts <= MOST_RESTARTS:
-            self.process = self._popen([*self._container["command"], *self._container.get("args", [])])
+            self.restart()
         return self.restarts <= MOST_RESTARTS
+
+    def restart(self) -> None:
+        self.process = self._popen(self.command)
+
+    @property
+    def command(self) -> list[str]:
+        """As Kubernetes fills it from the environment."""
+        given = [*self._container["command"], *self._container.get("args", [])]
+        return [re.sub(r"\$\((POD_\w+)\)", lambda match: self._env[match[1]], part) for part in given]
 
     def start(self, given: dict[str, str]) -> None:
         self._env = self.env(given)
-        self.process = self._popen([*self._container["command"], *self._container.get("args", [])])
+        self.restart()
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.machine, *(self._here(part) for part in command)],
                 env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                cwd=self.folder / "data",
             )  # fmt: skip
 
     def execute(self, command: list[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -168,7 +195,10 @@ class Pod:
         probe = self._container[name]
         if "exec" in probe:
             return self.execute(probe["exec"]["command"]).returncode == 0
-        port = next(p["containerPort"] for p in self._container["ports"] if p["name"] == probe["httpGet"]["port"])
+        named = probe.get("tcpSocket", probe.get("httpGet"))["port"]
+        port = next(p["containerPort"] for p in self._container["ports"] if p["name"] == named)
+        if "tcpSocket" in probe:
+            return self.execute(["bash", "-c", f"</dev/tcp/{self.ip}/{port}"]).returncode == 0
         url = f"http://{self.ip}:{port}{probe['httpGet']['path']}"
         return self.execute(["curl", "--fail", "--silent", "--max-time", "5", url]).returncode == 0
 
@@ -203,18 +233,46 @@ class Deployment:
         head, (nodes,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
         valkey = self.manifests["Deployment", "test-tandem-valkey"]["spec"]
         head_machine, node_machine = self.machines.names
-        given = {"tandem-valkey": "url-safe-password", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         for name, machine, ip, group in (
             ("valkey", node_machine, VALKEY_IP, valkey),
             ("head", head_machine, HEAD_IP, head),
             ("node", node_machine, NODE_IP, nodes),
         ):
             (container,) = group["template"]["spec"]["containers"]
-            self.pods[name] = Pod(machine, ip, container, self.folder / name[0], config)
-            command = {} if name == "valkey" else _kuberay_env(group, container, is_head=name == "head")
+            self.pods[name] = Pod(name, machine, ip, container, self.folder / name[0], config)
+            command = {} if name == "valkey" else _kuberay_env(ray, group, container, is_head=name == "head")
             if name == "node":  # KubeRay's own init container
                 self.wait(self.ray_answers, 90.0)
-            self.pods[name].start(given | command)
+            self.pods[name].start(self._given | command)
+        for number in range(self._router_replicas):
+            self.add_router(number)
+
+    @property
+    def _given(self) -> dict[str, str]:
+        passwords = {"tandem-valkey": "url-safe-password", "tandem-ray": "another-password"}
+        return passwords | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+
+    @property
+    def _router_replicas(self) -> int:
+        found = self.manifests.get(("Deployment", "test-tandem-router"))
+        return 0 if found is None else int(found["spec"]["replicas"])
+
+    def replace_head(self) -> Pod:
+        """Another head pod, with folders of its own."""
+        ray = self.manifests["RayCluster", "test-tandem"]["spec"]
+        group = ray["headGroupSpec"]
+        (container,) = group["template"]["spec"]["containers"]
+        config = self.manifests["ConfigMap", "test-tandem"]["data"]
+        self.pods["head"] = pod = Pod("head", self.machines.names[0], HEAD_IP, container, self.folder / "i", config)
+        pod.start(self._given | _kuberay_env(ray, group, container, is_head=True))
+        return pod
+
+    def add_router(self, number: int) -> Pod:
+        (container,) = self.manifests["Deployment", "test-tandem-router"]["spec"]["template"]["spec"]["containers"]
+        machine, name = self.machines.names[1], f"router-{'abc'[number]}"
+        self.pods[name] = pod = Pod(name, machine, ROUTER_IPS[number], container, self.folder / name[-1], {})
+        pod.start({})
+        return pod
 
     def config_with(self, model: Manifest) -> str:
         """The head's cluster.yaml with changed fields of its model."""
@@ -278,8 +336,19 @@ class Deployment:
                 pod.process.wait(10)
 
 
-def _kuberay_env(group: Manifest, container: Manifest, *, is_head: bool) -> dict[str, str]:
+def _kuberay_env(ray: Manifest, group: Manifest, container: Manifest, *, is_head: bool) -> dict[str, str]:
     """What KubeRay 1.7 adds to a Ray container whose command is its own."""
+    kept = ray.get("gcsFaultToleranceOptions")
+    tables = {}
+    if kept is not None and is_head:
+        tables = {
+            "RAY_REDIS_ADDRESS": kept["redisAddress"],
+            "REDIS_USERNAME": kept["redisUsername"]["value"],
+            "REDIS_PASSWORD": "another-password",
+            "RAY_external_storage_namespace": kept["externalStorageNamespace"],
+        }
+    elif kept is not None:
+        tables = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
     head = "test-tandem-head-svc.serving.svc.cluster.local"
     requests = container["resources"]["requests"]
     params = {
@@ -288,6 +357,8 @@ def _kuberay_env(group: Manifest, container: Manifest, *, is_head: bool) -> dict
         "memory": str(4 << 30),
         "num-cpus": requests["cpu"],
     } | group["rayStartParams"]
+    if "REDIS_PASSWORD" in tables:
+        params |= {"redis-username": "$REDIS_USERNAME", "redis-password": "$REDIS_PASSWORD"}
     first = "ray start --head" if is_head else f"ray start --address={head}:6379"
     command = f"{first} --block {' '.join(f'--{key}={value}' for key, value in sorted(params.items()))}"
     return {
@@ -295,15 +366,16 @@ def _kuberay_env(group: Manifest, container: Manifest, *, is_head: bool) -> dict
         "RAY_ADDRESS": "127.0.0.1:6379" if is_head else f"{head}:6379",
         "RAY_PORT": "6379",
         "RAY_USAGE_STATS_KUBERAY_IN_USE": "1",
+        **tables,
     }
 
 
-@pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Manifest]:
+@pytest.fixture
+def manifests(tmp_path: Path, request: pytest.FixtureRequest) -> dict[tuple[str, str], Manifest]:
     pull(DEMO_MODEL)  # the machines have no way out
     helm = run(str(ROOT / "scripts" / "fetch-helm.sh")).strip()
-    values = tmp_path_factory.mktemp("values") / "values.yaml"
-    values.write_text(yaml.safe_dump(VALUES))
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(getattr(request, "param", VALUES)))
     chart = str(ROOT / "helm" / "tandem")
     rendered = run(helm, "template", "test", chart, "--namespace", "serving", "--values", str(values))
     found = [manifest for manifest in yaml.safe_load_all(rendered) if manifest]
@@ -332,10 +404,10 @@ def deployment(machines: Machines, manifests: dict[tuple[str, str], Manifest], t
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def ask(pod: Pod, port: int, max_tokens: int) -> subprocess.Popen[bytes]:
+def ask(pod: Pod, port: int, max_tokens: int, ip: str = HEAD_IP) -> subprocess.Popen[bytes]:
     """Asks for a completion at a port of the Service, as a client on that pod's machine."""
     body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
-    url, data = f"http://{HEAD_IP}:{port}/v1/completions", json.dumps(body | {"ignore_eos": True})
+    url, data = f"http://{ip}:{port}/v1/completions", json.dumps(body | {"ignore_eos": True})
     curl = ["curl", "--fail-with-body", "--silent", "--show-error", "--max-time", "90", url]
     return subprocess.Popen(
         ["ip", "netns", "exec", pod.machine, *curl, "-H", "Content-Type: application/json", "-d", data],
@@ -400,3 +472,98 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
     assert head.terminate(60.0) == 0, head.log
     assert answer_of(running)["usage"]["completion_tokens"] == 100
     assert deployment.tandem_processes() == []  # on both machines; Ray's end with their container
+
+
+def epochs(deployment: Deployment) -> dict[str, int]:
+    return {worker["id"]: worker["epoch"] for worker in deployment.status()["workers"]}
+
+
+def states(deployment: Deployment) -> dict[str, str]:
+    return {router["id"]: router["state"] for router in deployment.status()["routers"]}
+
+
+class Clients:
+    """Ask one ready router after another without end, as through the endpoints of a Service."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._ended = threading.Event()
+        self.answers = 0
+        self.failures: list[str] = []
+        self._ready: list[Pod] = []
+        self._threads = [threading.Thread(target=self._watch), *(threading.Thread(target=self._ask) for _ in range(2))]
+        for thread in self._threads:
+            thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.3):
+            pods = [pod for name, pod in list(self._deployment.pods.items()) if name.startswith("router")]
+            self._ready = [pod for pod in pods if pod.probe("readinessProbe")]
+
+    def _ask(self) -> None:
+        turn = 0
+        while not self._ended.is_set():
+            turn += 1
+            ready = self._ready
+            if not ready:
+                time.sleep(0.1)
+                continue
+            pod = ready[turn % len(ready)]
+            out, err = ask(pod, 8000, 8, pod.ip).communicate(timeout=100)
+            if b"Paris" in out:
+                self.answers += 1
+            else:
+                self.failures.append(f"{pod.name}: {out!r} {err!r}")
+
+    def close(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("manifests", [ROUTER_PODS], indirect=True, ids=["router pods"])
+def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deployment: Deployment) -> None:
+    """Also through a rollout of the routers. No request fails, no worker restarts."""
+    deployment.start()
+    head, routers = deployment.pods["head"], [deployment.pods[f"router-{name}"] for name in "ab"]
+    deployment.wait(lambda: head.probe("readinessProbe"), 60.0)
+    deployment.wait(lambda: all(router.probe("readinessProbe") for router in routers), 150.0)
+    assert all(router.probe("livenessProbe") for router in routers)
+    assert states(deployment) == {"router-a": "ready", "router-b": "ready"}
+    before = epochs(deployment)
+    clients = Clients(deployment)
+    try:
+        deployment.wait(lambda: clients.answers >= 4, 60.0)
+        assert head.process is not None
+        family = [head.process.pid, *(each.pid for each in psutil.Process(head.process.pid).children(recursive=True))]
+        for pid in family:
+            os.kill(pid, signal.SIGKILL)
+        head.process.wait(10)
+        answered = clients.answers
+        time.sleep(8.0)  # without a head
+        assert clients.answers > answered
+        head = deployment.replace_head()
+        deployment.wait(lambda: head.probe("readinessProbe"), 90.0)
+        both = {"router-a": "ready", "router-b": "ready"}
+        deployment.wait(lambda: head.execute(["tandem", "status"]).returncode == 0 and states(deployment) == both, 60.0)
+        assert epochs(deployment) == before, deployment.logs
+        assert not any("starting again" in router.log for router in routers), "with the same secrets"
+
+        deployment.add_router(2)  # a rollout: one more, then one less
+        deployment.wait(lambda: states(deployment).get("router-c") == "ready", 60.0)
+        running = ask(routers[0], 8000, 100, routers[0].ip)
+        time.sleep(0.5)
+        gone = deployment.pods.pop("router-a")  # its endpoint goes
+        time.sleep(1.0)
+        assert gone.terminate(60.0) == 0, gone.log
+        assert answer_of(running)["usage"]["completion_tokens"] == 100
+        deployment.wait(lambda: states(deployment) == {"router-b": "ready", "router-c": "ready"}, 30.0)
+    finally:
+        clients.close()
+    assert clients.failures == []
+    assert epochs(deployment) == before
+    for name in ("router-b", "router-c"):
+        assert deployment.pods.pop(name).terminate(60.0) == 0
+    deployment.note_processes()
+    assert head.terminate(60.0) == 0, head.log
+    assert deployment.tandem_processes() == []

@@ -6,7 +6,7 @@
   "router.http_host" "" "router.http_port" "" "router.grpc_host" "" "router.grpc_port" ""
   "router.tls" "; use tls.edge" "security.tls" "; use tls.internal" "security.auth.keys_file" "; use auth.existingSecret"
   "transfer.bind_host" "" "transfer.tls" "; use tls.internal"
-  "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" -}}
+  "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" "control.advertised_address" "" -}}
 {{- range $path, $instead := $setByChart -}}
 {{- $at := $spec -}}
 {{- range $part := splitList "." $path -}}
@@ -33,6 +33,7 @@
 {{- end -}}
 {{- if include "tandem.routerPods" . -}}
 {{- $_ := set $set.router "replicas" 0 -}}
+{{- $_ := set $set.control "advertised_address" (printf "%s-control.%s.svc:50050" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 {{- if include "tandem.edgeSecret" . -}}
 {{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}

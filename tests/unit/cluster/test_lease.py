@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from cluster.backends import lease as lease_module
-from cluster.backends.lease import LEASE_S, Fence, Lease, LeaseActor, StaleController, parted, stamped
+from cluster.backends.lease import (
+    LEASE_S,
+    Fence,
+    LatestWriter,
+    Lease,
+    LeaseActor,
+    StaleController,
+    parted,
+    stamped,
+)
 
 
 class Clock:
@@ -128,3 +137,47 @@ async def test_a_lease_that_ended_or_cannot_be_checked_lets_nothing_be_done(
     handle.answers = False
     with pytest.raises(TimeoutError):
         await later.check()
+
+
+class Memory:
+    """A store that is away for its first `outages` writes."""
+
+    def __init__(self, text: str = "", outages: int = 0) -> None:
+        self.text = text
+        self.outages = outages
+        self.writes: list[str] = []
+
+    def read(self) -> str:
+        return self.text
+
+    def write(self, text: str) -> None:
+        if self.outages:
+            self.outages -= 1
+            raise ConnectionError("the GCS is away")
+        self.writes.append(text)
+        self.text = text
+
+
+def test_a_lost_node_of_the_actor_loses_neither_lease_nor_record(clock: Clock) -> None:
+    memory = Memory()
+    actor = LeaseActor(lambda: clock.unix_s, lambda: clock.monotonic_s, memory)
+    lease = actor.take("k1", 0)
+    actor.keep(lease, "its record")
+    assert actor._writer is not None
+    assert actor._writer.wait_written(10)
+    clock.unix_s -= 3600.0
+    another = LeaseActor(lambda: clock.unix_s, lambda: clock.monotonic_s, memory)
+    assert another.kept() == "its record"
+    assert another.take("k2", 0) == lease + 1
+    another.forget()
+    assert LeaseActor(store=memory).kept() == ""
+
+
+def test_of_several_texts_the_last_is_written_also_after_an_outage() -> None:
+    memory = Memory(outages=2)
+    writer = LatestWriter(memory, retry_s=0.01)
+    for number in range(20):
+        writer.write(f"{number}")
+    assert writer.wait_written(10)
+    assert memory.text == "19"
+    assert len(memory.writes) < 20

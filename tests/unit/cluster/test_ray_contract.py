@@ -17,6 +17,7 @@ from ray._private.state import GlobalState
 from ray._private.worker import Worker
 from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]  # compiled
 from ray.core.generated import common_pb2, gcs_pb2
+from ray.experimental import internal_kv
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.runtime_context import RuntimeContext
 
@@ -55,6 +56,16 @@ def test_init_takes_the_private_settings(setting: str) -> None:
 def test_the_gcs_client_lists_draining_nodes() -> None:
     assert list(inspect.signature(internal_kv_get_gcs_client).parameters) == []
     assert callable(InnerGcsClient.get_draining_nodes)
+
+
+def test_the_gcs_keeps_texts_by_key_and_namespace() -> None:
+    names = {
+        "_internal_kv_get": ["key", "namespace"],
+        "_internal_kv_put": ["key", "value", "overwrite", "namespace"],
+        "_internal_kv_del": ["key", "del_by_prefix", "namespace"],
+    }
+    for name, expected in names.items():
+        assert list(inspect.signature(getattr(internal_kv, name)).parameters) == expected
 
 
 def test_the_table_of_placement_groups_names_the_node_of_each_bundle() -> None:

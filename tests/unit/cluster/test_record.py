@@ -94,6 +94,23 @@ def too_far(version: str) -> str:
     return f"it runs Tandem 1.0, and this is {version}: to keep it serving, upgrade one minor version at a time"
 
 
+def test_a_controller_that_is_found_by_an_address_of_its_own_may_move() -> None:
+    """As the head pod of the chart, whose address changes with each pod, and which starts no routers."""
+
+    def at(ip: str, **router: object) -> ClusterSpec:
+        control = {"admin_host": ip, "admin_port": 50050, "advertised_address": "control:50050"}
+        there = {"replicas": 0, "http_host": ip, "grpc_host": ip} | router
+        insecure = {"allow_plaintext": True, "auth": {"mode": "none"}}
+        return ClusterSpec.model_validate({"control": control, "router": there, "security": insecure})
+
+    record = build().model_copy(update={"spec": at("10.0.0.1")})
+    assert successor("k2", at("10.0.0.2")).refusal(record) == ""
+    assert "router.replicas" in successor("k2", at("10.0.0.2", replicas=1)).refusal(record)
+    own = record.model_copy(update={"spec": at("10.0.0.1", replicas=1)})
+    refusal = successor("k2", at("10.0.0.2", replicas=1)).refusal(own)
+    assert refusal == "router.http_host, router.grpc_host changed", "its routers listen where they did"
+
+
 @pytest.mark.parametrize(
     ("asked", "refusal"),
     [

@@ -1,0 +1,180 @@
+"""Routers in pods of their own, as the chart renders them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from router.joining import JoinOptions, add_arguments
+from tandem.rpc.identity import Identity
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "helm" / "tandem" / "examples"
+PODS = ("--values", str(EXAMPLES / "router-pods.yaml"))
+
+Manifests = dict[tuple[str, str], dict[str, Any]]
+Render = Callable[..., Manifests]
+
+
+def template_of(manifests: Manifests) -> dict[str, Any]:
+    template: dict[str, Any] = manifests["Deployment", "test-tandem-router"]["spec"]["template"]
+    return template
+
+
+def container_of(manifests: Manifests) -> dict[str, Any]:
+    (container,) = template_of(manifests)["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items() and all(
+        each["operator"] == "In" and labels.get(each["key"]) in each["values"]
+        for each in selector.get("matchExpressions", [])
+    )
+
+
+def test_a_router_gets_arguments_that_it_takes(render: Render) -> None:
+    manifests = render(*PODS)
+    container = container_of(manifests)
+    assert container["command"] == ["python", "-m", "router"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [
+        part.replace("$(POD_NAME)", "test-tandem-router-5d4b9c6f7-x2x4z").replace("$(POD_IP)", "10.0.0.7")
+        for part in container["args"]
+    ]
+    options = JoinOptions.parse(parser.parse_args(given))
+    assert options.cluster == "pods"
+    assert options.leave_s == 10
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": options.http_port, "grpc": options.grpc_port, "control": options.control_port}
+    service, _, port = options.controller.partition(":")
+    name, namespace, _ = service.split(".")
+    assert namespace == "serving"
+    control = manifests["Service", name]["spec"]
+    assert [str(each["port"]) for each in control["ports"]] == [port]
+    head = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]
+    assert control["selector"].items() <= head["metadata"]["labels"].items()
+    named = {each["name"]: each["containerPort"] for each in head["spec"]["containers"][0]["ports"]}
+    spec = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
+    assert named["admin"] == spec["control"]["admin_port"]
+    assert spec["router"]["replicas"] == 0
+
+
+def test_everything_finds_the_routers(render: Render) -> None:
+    arguments = ("--set", "monitoring.podMonitor.enabled=true,monitoring.serviceMonitor.enabled=true")
+    manifests = render(*PODS, *arguments)
+    labels = template_of(manifests)["metadata"]["labels"]
+    head = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    for kind in ("http", "grpc", "headless"):
+        selector = manifests["Service", f"test-tandem-{kind}"]["spec"]["selector"]
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= head.items()
+    for kind, name in (
+        ("PodMonitor", "test-tandem"),
+        ("PodDisruptionBudget", "test-tandem-router"),
+        ("Deployment", "test-tandem-router"),
+    ):
+        assert selects(manifests[kind, name]["spec"]["selector"], labels)
+    (spread,) = template_of(manifests)["spec"]["topologySpreadConstraints"]
+    assert selects(spread["labelSelector"], labels)
+    scaler = manifests["HorizontalPodAutoscaler", "test-tandem-router"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "test-tandem-router"
+    assert "replicas" not in manifests["Deployment", "test-tandem-router"]["spec"], "the scaler's"
+
+
+def test_a_router_may_call_what_it_needs_and_is_called_by_whom_it_should(render: Render) -> None:
+    policies = [manifest["spec"] for (kind, _), manifest in render(*PODS).items() if kind == "NetworkPolicy"]
+    own = {"app.kubernetes.io/instance": "test", "app.kubernetes.io/part-of": "tandem"}
+
+    def pod(component: str) -> dict[str, str]:
+        return own | {"app.kubernetes.io/component": component}
+
+    def opens(direction: str, here: str, there: str) -> list[str]:
+        """The ports that policies of `here` open to, or for, `there`; any: all."""
+        peers, found = {"egress": "to", "ingress": "from"}[direction], []
+        for policy in (each for each in policies if selects(each["podSelector"], pod(here))):
+            for rule in policy.get(direction, []):
+                if not rule.get(peers) or any(selects(each.get("podSelector", {}), pod(there)) for each in rule[peers]):
+                    found += [str(port["port"]) for port in rule["ports"]] if "ports" in rule else ["any"]
+        return found
+
+    for there in ("head", "node"):
+        assert "any" in opens("egress", "router", there)
+        assert "any" in opens("ingress", there, "router")
+    assert "redis" in opens("egress", "router", "valkey")
+    assert "redis" in opens("ingress", "valkey", "router")
+    assert "control" in opens("ingress", "router", "head")
+    assert "control" not in opens("ingress", "router", "test")
+    assert "any" in opens("egress", "head", "router")
+    assert {"http", "grpc"} <= set(opens("ingress", "router", "test"))
+    assert "443" not in opens("egress", "router", "elsewhere"), "it pulls no model"
+
+
+def test_each_pod_has_the_roles_and_files_that_it_needs(render: Render) -> None:
+    manifests = render(*PODS)
+    roles = {
+        name.removeprefix("test-tandem-"): {uri.rpartition("/")[2] for uri in manifest["spec"].get("uris", [])}
+        for (kind, name), manifest in manifests.items()
+        if kind == "Certificate"
+    }
+    assert roles == {
+        "edge": set(),
+        "head": {Identity.CONTROLLER, Identity.WORKER, Identity.ADMIN},
+        "node": {Identity.WORKER},
+        "router": {Identity.ROUTER},
+    }
+    pod = template_of(manifests)["spec"]
+    secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    assert secrets == {"test-tandem-router-tls", "test-tandem-edge-tls", "tandem-keys", "tandem-valkey-tls"}
+    assert "initContainers" not in pod
+    mounts = {mount["mountPath"] for mount in container_of(manifests)["volumeMounts"]}
+    spec = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
+    needed = [spec["router"]["tls"]["cert"], spec["security"]["auth"]["keys_file"], spec["security"]["tls"]["cert"]]
+    assert {str(Path(path).parent) for path in needed} <= mounts
+
+
+def test_a_restart_of_the_head_is_none_of_the_routers(render: Render) -> None:
+    """Nor is a change of what the cluster's spec says: the controller tells them."""
+    before = render(*PODS)
+    for setting in ("cluster.models[0].decode.workers=2", "cluster.log_level=debug", "cluster.router.policy=random"):
+        changed = render(*PODS, "--set-json", setting if "2" in setting else setting.replace("=", '="') + '"')
+        assert changed["Deployment", "test-tandem-router"] == before["Deployment", "test-tandem-router"]
+        assert changed["ConfigMap", "test-tandem"] != before["ConfigMap", "test-tandem"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("routers.replicas=2", "routers.replicas: expected 0 with routers.autoscaling.enabled"),
+        ("cluster.router.replicas=2", "cluster.router.replicas: expected none with routers in pods of their own"),
+        ("routers.autoscaling.maxReplicas=1", "routers.autoscaling.maxReplicas: expected at least minReplicas (2)"),
+        ("routers.autoscaling.cpuPercent=0", "routers.autoscaling: expected cpuPercent, queuedRequests or metrics"),
+        ("routers.resources.requests.cpu=null", "routers.resources.requests.cpu: expected a quantity"),
+        ("redis.mode=embedded,ray.gcsFaultTolerance.enabled=false", "redis.mode: expected valkey or external"),
+        ("tls.internal.certManager.enabled=false", "tls.internal: expected existingSecret or certManager.enabled"),
+        ("routers.pod.env[0].name=POD_NAME", "routers.pod.env[0].name: expected another name than POD_NAME"),
+        ("routers.autoscaling.max=9", "additional properties 'max' not allowed"),
+    ],
+)
+def test_what_cannot_work_is_refused(refusal: Callable[..., str], setting: str, said: str) -> None:
+    assert said in refusal(*PODS, "--set", setting)
+
+
+def test_one_switch_gives_the_smallest_install_routers_of_its_own(render: Render) -> None:
+    """With what several pods need: Redis, and TLS or the word that plain text will do."""
+    settings = "redis.mode=external,redis.external.existingSecret=x,cluster.security.allow_plaintext=true"
+    manifests = render("--set", f"routers.replicas=3,{settings}")
+    assert manifests["Deployment", "test-tandem-router"]["spec"]["replicas"] == 3
+    assert ("HorizontalPodAutoscaler", "test-tandem-router") not in manifests
+    spec = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
+    assert spec["control"]["admin_host"] == "${POD_IP}"
+    assert spec["transfer"]["bind_host"] == "auto"
+    head = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert head["readinessProbe"]["tcpSocket"] == {"port": "admin"}
