@@ -38,7 +38,7 @@ SERVICE_NAMES = {
     "test-tandem-control.serving.svc": HEAD_IP,
     "test-tandem-valkey": VALKEY_IP,
 }
-VALUES = {
+VALUES: dict[str, Any] = {
     "cluster": {
         "models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 1}}],
         "router": {"replicas": 2, "disaggregation": "always"},
