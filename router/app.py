@@ -31,6 +31,7 @@ from router.idempotency.shared_answers import SharedAnswers
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
+from router.observe.metrics.model_server import ModelServerCollector
 from router.observe.metrics.requests import RouterMetrics
 from router.observe.metrics.resources import ResourceMetrics
 from router.observe.metrics.scraped import ScrapedMetrics
@@ -93,6 +94,8 @@ class RouterApp:
         core = self.dispatcher.core
         self.metrics.watch_core(core)
         self.metrics.watch_classes(spec.classes)
+        if launch.observability.metrics.model_server_protocol:
+            self._registry.register(ModelServerCollector(core, self.dispatcher.fleet))
         self.observers = Observers(
             core.facts, core, self.dispatcher.fleet, self.metrics, self.feed, spec.classes, self._export
         )

@@ -77,6 +77,17 @@
 
 {{- define "tandem.checkGateway" -}}
 {{- with .Values.gateway -}}
+{{- if .inferencePool.enabled -}}
+{{- $why := "" -}}
+{{- if not .enabled }}{{ $why = "gateway.enabled: expected true, because gateway.inferencePool.enabled is true: the route leads to the pool" }}
+{{- else if not .inferencePool.endpointPicker.service }}{{ $why = "gateway.inferencePool.endpointPicker.service: expected the Service of an endpoint picker in this namespace, because gateway.inferencePool.enabled is true" }}
+{{- else if not (include "tandem.routerPods" $) }}{{ $why = "routers.replicas: expected at least 1 (or routers.autoscaling), because gateway.inferencePool.enabled is true: the pool is made of router pods" }}
+{{- else if include "tandem.edgeSecret" $ }}{{ $why = "gateway.inferencePool.enabled: expected false with tls.edge: the Gateway calls a pool's pods, and the endpoint picker reads their metrics, without TLS" }}
+{{- else if include "tandem.asksForKeys" $ }}{{ $why = "gateway.inferencePool.enabled: expected false with keys at the routers: the endpoint picker reads their metrics without one; check keys at the Gateway, and set cluster.security.auth.mode: none" }}
+{{- else if not (dig "observability" "metrics" "enabled" true $.Values.cluster) }}{{ $why = "cluster.observability.metrics.enabled: expected true, because gateway.inferencePool.enabled is true: the endpoint picker reads them" }}
+{{- end -}}
+{{- with $why }}{{ fail . }}{{ end -}}
+{{- end -}}
 {{- if and .enabled .grpcHostnames (not .hostnames) -}}
 {{- fail (printf "gateway.hostnames: expected the hosts of HTTP, because gateway.grpcHostnames is set: without hosts the HTTPRoute would take %s too" (first .grpcHostnames)) -}}
 {{- end -}}

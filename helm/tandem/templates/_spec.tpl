@@ -35,6 +35,9 @@
 {{- $_ := set $set.router "replicas" 0 -}}
 {{- $_ := set $set.control "advertised_address" (printf "%s-control.%s.svc:50050" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
+{{- if .Values.gateway.inferencePool.enabled -}}
+{{- $_ := set $set "observability" (dict "metrics" (dict "model_server_protocol" true)) -}}
+{{- end -}}
 {{- if include "tandem.edgeSecret" . -}}
 {{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
 {{- end -}}

@@ -167,6 +167,47 @@ def test_what_cannot_work_is_refused(refusal: Callable[..., str], setting: str, 
     assert said in refusal(*PODS, "--set", setting)
 
 
+POOL = (
+    "gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.inferencePool.enabled=true,routers.replicas=2,"
+    "redis.mode=external,redis.external.existingSecret=x,cluster.security.allow_plaintext=true,"
+    "cluster.security.auth.mode=none"
+)
+
+
+def test_an_inference_pool_selects_the_routers_which_have_what_its_picker_reads(render: Render) -> None:
+    picker = "gateway.inferencePool.endpointPicker.service=picker"
+    manifests = render("--set", f"{POOL},{picker},gateway.backends[0].release=blue,gateway.backends[0].weight=3")
+    pool = manifests["InferencePool", "test-tandem"]["spec"]
+    assert selects(pool["selector"], template_of(manifests)["metadata"]["labels"])
+    assert pool["targetPorts"] == [{"number": 8000}]
+    assert pool["endpointPickerRef"] == {"name": "picker", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    (rule,) = manifests["HTTPRoute", "test-tandem"]["spec"]["rules"]
+    here = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
+    assert rule["backendRefs"] == [
+        here | {"name": "test-tandem", "weight": 1},
+        here | {"name": "blue-tandem", "weight": 3},
+    ]
+    spec = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
+    assert spec["observability"]["metrics"]["model_server_protocol"] is True
+    assert spec["observability"]["logs"]["target"] == "stdout"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("gateway.enabled=false", "gateway.enabled: expected true"),
+        ("routers.replicas=0", "routers.replicas: expected at least 1"),
+        ("tls.edge.existingSecret=x", "gateway.inferencePool.enabled: expected false with tls.edge"),
+        ("auth.existingSecret=k,test.apiKeySecret.name=k", "expected false with keys at the routers"),
+        ("cluster.observability.metrics.enabled=false", "cluster.observability.metrics.enabled: expected true"),
+        ("gateway.inferencePool.endpointPicker.service=", "gateway.inferencePool.endpointPicker.service: expected"),
+    ],
+)
+def test_a_pool_that_could_not_work_is_refused(refusal: Callable[..., str], setting: str, said: str) -> None:
+    picker = "gateway.inferencePool.endpointPicker.service=picker"
+    assert said in refusal("--set", f"{POOL},{picker},{setting}")
+
+
 def test_one_switch_gives_the_smallest_install_routers_of_its_own(render: Render) -> None:
     """With what several pods need: Redis, and TLS or the word that plain text will do."""
     settings = "redis.mode=external,redis.external.existingSecret=x,cluster.security.allow_plaintext=true"

@@ -1,5 +1,6 @@
 """What /metrics shows of workers, objectives, cost and the router itself; and that nobody can make it grow."""
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -251,3 +252,27 @@ def test_the_format_of_logs_is_chosen(capsys: pytest.CaptureFixture[str]) -> Non
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+PICKED = ObservabilitySpec(metrics=MetricsSpec(model_server_protocol=True))
+PICKER_NAMES = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+
+
+@pytest.mark.parametrize("observability", [PICKED, ObservabilitySpec()], indirect=True, ids=["on", "off"])
+async def test_an_endpoint_picker_finds_the_gauges_that_it_looks_for(
+    cluster: Cluster, observability: ObservabilitySpec
+) -> None:
+    """Without labels: one value for each router."""
+    for worker in (cluster.prefill, cluster.decode):
+        worker.behaviour.hold_prefills = True
+    ask = asyncio.create_task(cluster.http.post("/v1/completions", json=ASK))
+    await until(lambda: cluster.app.dispatcher.active == 1)
+    text = (await cluster.http.get("/metrics")).text
+    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("vllm:")}
+    if observability is not PICKED:
+        assert found == {}
+    else:
+        assert tuple(found) == PICKER_NAMES
+        assert found["vllm:num_requests_waiting"] + found["vllm:num_requests_running"] == 1
+        assert 0 <= found["vllm:kv_cache_usage_perc"] < 1
+    ask.cancel()
