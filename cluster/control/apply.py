@@ -1,5 +1,5 @@
-"""Applies a changed spec to a running cluster: pool sizes, the autoscaler and the routers' settings change without a
-restart of the cluster."""
+"""Applies a changed spec to a running cluster: pool sizes, the autoscaler, the routers' settings and the log level
+change without a restart of the cluster."""
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ class SpecApplier:
         routers: RouterSettings,
         source: SpecSource,
         on_change: Callable[[], None] = lambda: None,
+        set_log_level: Callable[[str], None] = lambda level: None,
     ) -> None:
+        """`set_log_level` sets the controller's, and that of workers that start."""
         self._pools = pools
         self._autoscaling = autoscaling
         self._routers = routers
         self._on_change = on_change
+        self._set_log_level = set_log_level
         self.source = source
         self._lock = asyncio.Lock()
 
@@ -78,6 +81,11 @@ class SpecApplier:
         if after.router != before.router:
             fields = [field.removeprefix(ROUTER) for field in changed_fields(before, after) if field.startswith(ROUTER)]
             changes.append(f"routers, one after another: {', '.join(fields)}")
+        if after.log_level != before.log_level:
+            changes.append(
+                f"log_level {after.log_level}: the controller, the routers one after another, and each worker when it "
+                "next starts (tandem restart)"
+            )
         if dry_run:
             return tuple(f"would set {each}" for each in changes)
         for number, (name, prefill, decode) in enumerate(sizes):
@@ -89,10 +97,11 @@ class SpecApplier:
                     error.message += f" (set before that: {'; '.join(changes[:number])})"
                 raise
         self.source = SpecSource(after, self.source.flags)
+        self._set_log_level(after.log_level)
         self._on_change()
         if after.autoscaler != before.autoscaler or after.router != before.router or sizes:
             await self._autoscaling.configure(after)
-        if after.router != before.router:
+        if (after.router, after.log_level) != (before.router, before.log_level):
             await self._routers.change(after)
         return tuple(changes)
 

@@ -39,6 +39,7 @@ from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
 from tandem.rpc.identity import Identity
 from tandem.telemetry.audit import AuditLog
+from tandem.telemetry.logs import LEVELS
 from tandem.telemetry.resource_watch import ResourceWatch
 from tandem.version import tandem_version
 
@@ -82,7 +83,9 @@ class Controller:
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
-        self.applier = SpecApplier(self.scaler, self.autoscaling, self.routers, self._successor.source, touch)
+        self.applier = SpecApplier(
+            self.scaler, self.autoscaling, self.routers, self._successor.source, touch, self._set_log_level
+        )
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
         status = StatusReport(
@@ -182,6 +185,7 @@ class Controller:
     async def _resume(self, record: ClusterRecord) -> None:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         self.applier.source = SpecSource(record.spec, record.flags)
+        self._set_log_level(record.spec.log_level)
         self.scaler.under_way[:] = record.under_way
         self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
@@ -199,7 +203,12 @@ class Controller:
         self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
-        return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base)
+        level = self.applier.source.spec.log_level
+        return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base, level)
+
+    def _set_log_level(self, level: str) -> None:
+        logging.getLogger().setLevel(LEVELS[level])
+        self.workers.set_log_level(level)
 
     def _build_record(self) -> ClusterRecord:
         source, this = self.applier.source, self._successor

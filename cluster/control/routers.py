@@ -110,7 +110,8 @@ class Routers:
     def _settled(self, launch: RouterLaunch) -> RouterLaunch:
         """Hosts, ports and certificates stay."""
         kept = {name: getattr(launch.router, name) for name in KEPT}
-        return launch.model_copy(update={"router": self._spec.router.model_copy(update=kept)})
+        router = self._spec.router.model_copy(update=kept)
+        return launch.model_copy(update={"router": router, "log_level": self._spec.log_level})
 
     def records(self) -> tuple[RouterRecord, ...]:
         return tuple(slot.record() for slot in self.slots)

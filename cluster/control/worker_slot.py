@@ -43,14 +43,15 @@ def new_epoch() -> int:
     return secrets.randbits(62) + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EpochSettings:
-    """What every epoch of every worker is started with."""
+    """What every epoch of every worker is started with. The log level may change; it holds from the next epoch on."""
 
     spec: ClusterSpec
     controller_address: str
     redis_url: str | None
     run_base: Path
+    log_level: str = "info"
 
 
 class WorkerSlot:
@@ -267,7 +268,7 @@ class WorkerSlot:
             redis_url=self._settings.redis_url,
             run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
             tls=spec.security.tls,
-            log_level=spec.log_level,
+            log_level=self._settings.log_level,
             log_format=spec.observability.logs.format,
         )
 

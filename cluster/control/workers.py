@@ -89,6 +89,11 @@ class Workers:
             starts += [self.add(name, role, model) for name in names]
         await run_together(*starts)
 
+    def set_log_level(self, level: str) -> None:
+        """Of the epochs that start from now on."""
+        if self._settings is not None:
+            self._settings.log_level = level
+
     def resume(self, settings: EpochSettings, records: Sequence[WorkerRecord]) -> None:
         """Takes over the workers of an earlier controller. One that has no room restarts when it has."""
         self._settings = settings

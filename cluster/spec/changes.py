@@ -1,5 +1,4 @@
-"""Compares a changed spec with the running one. Pool sizes, the autoscaler and what routers do can change live.
-Pure."""
+"""Compares a changed spec with the running one, and tells which fields can change while the cluster runs. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from cluster.spec.loader import spec_of_text
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
-LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*")
+LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*", "log_level")
 FIXED = ("router.replicas", "router.http_*", "router.grpc_*", "router.tls*")  # of those: how many there are, and where
 SHOWN_FIELDS = 6
 

@@ -49,8 +49,9 @@ class SettledRouters:
 
 
 async def test_routers_are_told_what_concerns_them() -> None:
-    routers = SettledRouters()
-    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, SpecSource(load_spec(None, {}, {}), {}))
+    routers, levels = SettledRouters(), list[str]()
+    source = SpecSource(load_spec(None, {}, {}), {})
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, source, set_log_level=levels.append)
     text = "router: {max_queued_requests: 9, dashboard: false}"
     said = "routers, one after another: max_queued_requests, dashboard"
     assert await applier.apply(text, dry_run=True) == (f"would set {said}",)
@@ -59,6 +60,9 @@ async def test_routers_are_told_what_concerns_them() -> None:
     assert await applier.apply(text, dry_run=False) == ()
     (spec,) = routers.specs
     assert (spec.router.max_queued_requests, spec.router.dashboard) == (9, False)
+    (change,) = await applier.apply(f"{text}\nlog_level: debug", dry_run=False)
+    assert change.startswith("log_level debug: the controller, the routers one after another")
+    assert levels[-1] == routers.specs[-1].log_level == "debug"
 
 
 async def test_an_error_lists_the_changes_made_before_it() -> None:

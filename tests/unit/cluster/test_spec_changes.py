@@ -36,7 +36,7 @@ def test_sizes_of_pools_the_autoscaler_and_what_routers_do_can_change() -> None:
         ("models: [{prefill: {engine: {dtype: bfloat16}}}]", "models.0.prefill.engine.dtype"),
         ("models: [{}, {name: second}]", "models"),
         ("router: {replicas: 2, classes: [{name: only}]}", "router.replicas"),
-        ("models: [{decode: {workers: 2}}]\nlog_level: debug", "log_level"),
+        ("models: [{decode: {workers: 2}}]\ncontrol: {drain_timeout_s: 9}", "control.drain_timeout_s"),
     ],
 )
 def test_other_changes_are_refused_by_their_fields(text: str, fields: str) -> None:
