@@ -20,7 +20,7 @@ OLDEST, NEWEST = "1.27", "1.37"
 RAY_CLUSTER = yaml.safe_load((DATA / "raycluster.schema.yaml").read_text())
 CUSTOM = {
     "RayCluster", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute",
-    "BackendTLSPolicy",
+    "BackendTLSPolicy", "InferencePool",
 }  # fmt: skip
 IMMUTABLE = {
     "Deployment": ("spec.selector",),
@@ -163,7 +163,8 @@ def test_an_upgrade_changes_nothing_that_kubernetes_forbids(
 @pytest.mark.parametrize(
     ("setting", "restarted"),
     [
-        ("cluster.log_level=debug", {"head"}),
+        ("cluster.log_level=debug", set()),
+        ("cluster.transfer.digests=false", {"head"}),
         ("image.tag=0.1.1", {"head", "nodes"}),
         ("service.httpPort=80", set()),
         ("networkPolicy.enabled=false", set()),
