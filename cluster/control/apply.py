@@ -102,8 +102,20 @@ class SpecApplier:
         if after.autoscaler != before.autoscaler or after.router != before.router or sizes:
             await self._autoscaling.configure(after)
         if (after.router, after.log_level) != (before.router, before.log_level):
-            await self._routers.change(after)
+            await self._change_routers(before, after)
         return tuple(changes)
+
+    async def _change_routers(self, before: ClusterSpec, after: ClusterSpec) -> None:
+        """If they cannot serve with the new settings, they have the earlier ones again, and so has the spec."""
+        try:
+            await self._routers.change(after)
+        except TandemError as error:
+            kept = {"router": before.router, "log_level": before.log_level}
+            self.source = SpecSource(after.model_copy(update=kept), self.source.flags)
+            self._set_log_level(before.log_level)
+            self._on_change()
+            error.message += "; the routers have their earlier settings again"
+            raise
 
     def _changed_sizes(self, before: ClusterSpec, after: ClusterSpec) -> list[tuple[str, int, int]]:
         """(model, prefill workers, decode workers) for every model whose pools must change."""

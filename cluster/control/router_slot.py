@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 0.5
 POLL_S = 0.1
+CRASHES = 2  # of a router that is restarted, before that has failed
 STOP_MARGIN_S = 2.0  # added to the router's drain timeout before SIGKILL
 
 
@@ -71,6 +72,7 @@ class RouterSlot:
         self._has_served = record.has_served
         self._is_restarting = False
         self._closing = False
+        self._reason = ""  # of its last end
 
     def record(self) -> RouterRecord:
         return RouterRecord(launch=self.launch, restarts=self.restarts, has_served=self._has_served)
@@ -97,6 +99,7 @@ class RouterSlot:
                     self.failure = f"{self.name}: {reason}"
                     return
                 log.warning("%s ended: %s", self.name, reason)
+                self._reason = reason
                 self.restarts += 1
                 self._is_restarting = True
                 self._on_change()
@@ -127,7 +130,8 @@ class RouterSlot:
         """Stops the router when it serves, unless it has restarted since `restarts`: `run` starts it again. Its running
         requests may end within its drain timeout. Returns when it serves again.
 
-        Raises UnavailableError if it cannot start, or does not serve in `timeout_s` beyond its drain.
+        Raises UnavailableError if it cannot start, ends more than CRASHES times, or does not serve in `timeout_s`
+        beyond its drain.
         """
         is_stopped, most_s = False, timeout_s + self._launch.router.drain_timeout_s + STOP_MARGIN_S
         try:
@@ -135,6 +139,8 @@ class RouterSlot:
                 while (state := await self._state()) is not RouterState.READY or self.restarts == restarts:
                     if self.failure:
                         raise UnavailableError(self.failure)
+                    if self.restarts - restarts > 1 + CRASHES:
+                        raise UnavailableError(f"{self.name} ends whenever it is started: {self._reason}")
                     if state is RouterState.READY and not is_stopped:
                         is_stopped = True
                         await self._member.stop()

@@ -19,7 +19,7 @@ from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from cluster.tasks import raise_failure
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import ClusterSpec, Role, RouterSpec
-from tandem.errors import ConfigError, ModelNotFound
+from tandem.errors import ConfigError, ModelNotFound, UnavailableError
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, trace_pb2
 
@@ -46,6 +46,7 @@ class Routers:
         self._cluster = cluster
         self._spec = cluster.spec  # as it was changed, where that concerns routers
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
         self._backend = backend
         self._run_base = run_base
         self._on_change = on_change
@@ -89,9 +90,25 @@ class Routers:
         self._spec = spec
 
     async def change(self, spec: ClusterSpec) -> None:
-        """Returns when every router has the settings of `spec`. Raises what `settle` raises."""
+        """Returns when every router has the settings of `spec`. Goes on if the caller is cancelled.
+
+        Raises UnavailableError if one does not serve with them: then all have their earlier ones again.
+        """
+        task = asyncio.create_task(self._change(spec))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+    async def _change(self, spec: ClusterSpec) -> None:
+        before = self._spec
         self.take_settings(spec)
-        await self.settle()
+        try:
+            await self.settle()
+        except UnavailableError as error:
+            log.warning("the routers get their earlier settings again: %s", error.message)
+            self.take_settings(before)
+            await self.settle()
+            raise
 
     async def settle(self) -> None:
         """Restarts routers with other settings than they shall have, one after another: the others serve meanwhile, and
@@ -188,6 +205,8 @@ class Routers:
 
     async def close(self) -> None:
         """Lets running requests finish within `router.drain_timeout_s`, then stops the routers."""
+        for change in self._changes:
+            change.cancel()
         await asyncio.gather(*(router.close() for router in self.slots))
         for task in self._tasks:
             task.cancel()

@@ -228,6 +228,15 @@ async def test_changed_settings_of_routers_are_applied_one_after_another(
         body = {"model": "tiny", "prompt": "x" * 3000}
         found = [await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) for port in ports]
     assert [each.status_code for each in found] == [413] * len(ports)
+    if not joined:
+        changed.write_text(changed.read_text().replace("max_body_bytes: 2048", "record: /proc/nowhere"))
+        refused = await asyncio.to_thread(cluster.tandem, "apply", str(changed))
+        assert refused.returncode != 0
+        assert "router-0 ends whenever it is started" in refused.stderr
+        assert "the routers have their earlier settings again" in " ".join(refused.stderr.split())
+        async with httpx.AsyncClient() as client:
+            found = [await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) for port in ports]
+        assert [each.status_code for each in found] == [413] * len(ports)
     assert running(cluster)["workers"] == workers
     assert set(states(cluster).values()) == {"ready"}
     cluster.note_descendants()

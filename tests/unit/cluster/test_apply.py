@@ -7,7 +7,7 @@ from cluster.control.apply import SpecApplier
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import load_spec, spec_of_text
 from tandem.config.spec import ClusterSpec
-from tandem.errors import InsufficientMemory
+from tandem.errors import InsufficientMemory, UnavailableError
 
 
 def two_models(decode: int) -> str:
@@ -63,6 +63,23 @@ async def test_routers_are_told_what_concerns_them() -> None:
     (change,) = await applier.apply(f"{text}\nlog_level: debug", dry_run=False)
     assert change.startswith("log_level debug: the controller, the routers one after another")
     assert levels[-1] == routers.specs[-1].log_level == "debug"
+
+
+class RefusingRouters:
+    """They cannot serve with the settings that they are given."""
+
+    async def change(self, spec: ClusterSpec) -> None:
+        raise UnavailableError("router-0 did not serve again within 1 s")
+
+
+async def test_settings_that_routers_cannot_serve_with_are_not_kept() -> None:
+    source, levels = SpecSource(load_spec(None, {}, {}), {}), list[str]()
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), source, set_log_level=levels.append)
+    for _ in range(2):  # it is no "nothing to do" when it is tried again
+        with pytest.raises(UnavailableError, match=r"did not serve again .* earlier settings again"):
+            await applier.apply("log_level: debug\nrouter: {record: /dev/null/x}", dry_run=False)
+    assert applier.source.spec.router == source.spec.router
+    assert levels[-1] == source.spec.log_level
 
 
 async def test_an_error_lists_the_changes_made_before_it() -> None:
