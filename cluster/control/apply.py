@@ -69,8 +69,19 @@ class SpecApplier:
         """
         if len(text.encode()) > MAX_SPEC_BYTES:
             raise ConfigError(f"FILE: expected at most {MAX_SPEC_BYTES} bytes of YAML", field="spec")
+        if dry_run:  # it need not wait for a change under way
+            return await self._apply(text, dry_run)
         async with self._lock:
             return await self._apply(text, dry_run)
+
+    async def resume(self, before: ClusterSpec) -> None:
+        """Completes a change of routers' settings that an earlier controller began. `before`: the spec with settings
+        that some router still has."""
+        async with self._lock:
+            try:
+                await self._change_routers(before, self.source.spec)
+            except TandemError as error:
+                log.error("a change of routers' settings was not completed: %s", error.message)
 
     async def _apply(self, text: str, dry_run: bool) -> tuple[str, ...]:
         before, after = self.source.spec, self.source.changed_by(text)

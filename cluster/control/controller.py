@@ -10,6 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -195,11 +196,13 @@ class Controller:
         address = record.admin_address if control.advertised_address is None else self._asked_address
         self.workers.resume(self._epoch_settings(control.advertised_address or address), record.workers)
         self.routers.secrets = record.router_secrets() or self.routers.secrets
-        self.routers.take_settings(record.spec)
+        found = self.routers.found_settings(record.routers, record.spec)
+        self.routers.take_settings(found)
         await self._serve_admin(address)
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
-        self._tasks.append(asyncio.create_task(keep_running("routers' settings", self.routers.settle)))
+        settle = partial(self.applier.resume, found)
+        self._tasks.append(asyncio.create_task(keep_running("routers' settings", settle)))
         self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 MAX_JOINED = 256
 PART_BYTES = 1 << 20
 LEAVE_S = 120.0  # at most, in which a router that will leave still takes requests
+GONE_S = 20.0  # a router that starts again has joined by then
 POLL_S = 0.2
 
 
@@ -109,10 +110,18 @@ class JoinedRouters:
                 raise UnavailableError(f"{name} did not serve again within {most_s:g} s") from None
 
     async def _until_replaced(self, name: str, member: _Joined) -> None:
+        """Or until it is gone for good: whoever started it ended it, and the next one has another name. One that comes
+        back and leaves again without serving is not gone, but failing."""
+        loop, left_s, came_back = asyncio.get_running_loop(), None, False
         while True:
             now = self._joined.get(name)
-            if now is not member and await self._serves(now):
-                return
+            if now is not member:
+                if await self._serves(now):
+                    return
+                came_back = came_back or now is not None
+                left_s = left_s or loop.time()
+                if not came_back and loop.time() - left_s > GONE_S:
+                    return
             await asyncio.sleep(POLL_S)
 
     async def _serves(self, member: _Joined | None) -> bool:

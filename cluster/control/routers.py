@@ -89,6 +89,15 @@ class Routers:
         """Those that routers shall have; `settle` sees to it."""
         self._spec = spec
 
+    def found_settings(self, records: Sequence[RouterRecord], spec: ClusterSpec) -> ClusterSpec:
+        """`spec`, but with the settings of the first router that has others."""
+        self.take_settings(spec)
+        for launch in (record.launch for record in records):
+            if self._settled(launch) != launch:
+                router = launch.router.model_copy(update={name: getattr(spec.router, name) for name in KEPT})
+                return spec.model_copy(update={"router": router, "log_level": launch.log_level})
+        return spec
+
     async def change(self, spec: ClusterSpec) -> None:
         """Returns when every router has the settings of `spec`. Goes on if the caller is cancelled.
 

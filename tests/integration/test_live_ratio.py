@@ -323,8 +323,8 @@ async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Con
     (model,) = spec["models"]
     await controller.scaler.scale("", 1, 1)
     assert await controller.applier.apply(yaml.safe_dump(spec), dry_run=False) == ()
-    refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
-    with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
+    refused = {**spec, "router": {**spec["router"], "replicas": 2}, "models": [model | {"name": "other"}]}
+    with pytest.raises(ConfigError, match=r"models\.0\.name, router\.replicas: .* needs a restart"):
         await controller.applier.apply(yaml.safe_dump(refused), dry_run=False)
     with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
         await controller.applier.apply("models: [{decode: {workers: 0}}]", dry_run=False)

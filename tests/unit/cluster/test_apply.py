@@ -93,3 +93,14 @@ async def test_an_error_lists_the_changes_made_before_it() -> None:
         await applier.apply(two_models(2), dry_run=False)
     said = "two: expected 2 free devices, got 1 (set before that: one: 1 prefill and 2 decode workers)"
     assert caught.value.message == str(caught.value) == said
+
+
+async def test_a_change_that_an_earlier_controller_began_is_completed_or_set_back() -> None:
+    before = load_spec(None, {}, {})
+    after = spec_of_text("router: {max_queued_requests: 9}", fallbacks={}, flags={})
+    routers = SettledRouters()
+    await SpecApplier(FullPools(), QuietAutoscaling(), routers, SpecSource(after, {})).resume(before)
+    assert routers.specs == [after]
+    failing = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), SpecSource(after, {}))
+    await failing.resume(before)
+    assert failing.source.spec == before
