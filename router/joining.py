@@ -103,16 +103,16 @@ class JoinOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of the controller at this admin address")
     parser.add_argument("--cluster", default="tandem", help="the cluster's name (default: tandem)")
-    parser.add_argument("--name", help="the router's name, which no other has")
-    parser.add_argument("--host", default="127.0.0.1", help="address of this machine that others reach")
-    parser.add_argument("--http-port", type=_port, default=8000)
-    parser.add_argument("--grpc-port", type=_port, default=50051)
-    parser.add_argument("--control-port", type=_port, default=50053, help="where the controller asks the router")
+    parser.add_argument("--name", help="the router's name, which no other has; required")
+    parser.add_argument("--host", default="127.0.0.1", help="this machine's address for others (default: 127.0.0.1)")
+    parser.add_argument("--http-port", type=_port, default=8000, help="OpenAI API (default: 8000)")
+    parser.add_argument("--grpc-port", type=_port, default=50051, help="gRPC API (default: 50051)")
+    parser.add_argument("--control-port", type=_port, default=50053, help="for the controller (default: 50053)")
     parser.add_argument(
         "--leave-seconds",
         type=float,
         default=0.0,
-        help="before it ends for other settings: how long it serves on while it is not ready",
+        help="how long it serves on, not ready, before it ends for other settings (default: 0)",
     )
     for name in ("cert", "key", "ca"):
         parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"security.tls.{name}, if the cluster has TLS")
@@ -131,6 +131,7 @@ class Membership:
         self._options = options
         self._tls = ClusterTls.maybe(options.cluster, Identity.ROUTER, options.tls)
         self._first: asyncio.Future[RouterLaunch] = asyncio.get_running_loop().create_future()
+        self._settings_id = ""  # of what it has
         self._task: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()  # the controller wants it with other settings than it has
 
@@ -154,15 +155,19 @@ class Membership:
             control_address=options.address(options.control_port),
             protocol=ours.protocol,
             oldest_protocol=ours.oldest_protocol,
+            cluster=options.cluster,
+            leave_s=options.leave_s,
         )
         names, said, backoff_s = (options.router_id, "the controller"), "", FIRST_BACKOFF_S
         while True:
+            request.settings_id = self._settings_id
             try:
                 async with open_channel(options.controller, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
                     async for message in cluster_pb2_grpc.ClusterStub(channel).JoinRouter(request):
                         common_version(ours, stated_versions(message, CONTROL_BEFORE_RANGES), names)
                         said, backoff_s = "", FIRST_BACKOFF_S
-                        self._take(RouterLaunch.model_validate_json(message.launch, extra="ignore"))  # a newer one's
+                        if message.launch and not self._take(message):
+                            break  # it differs in what only a newer release knows: join again with its id
                 reason = "the controller ended the membership"
             except IncompatibleVersions as error:
                 reason = error.message
@@ -177,11 +182,17 @@ class Membership:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _take(self, sent: RouterLaunch) -> None:
-        if not self._first.done():
-            self._first.set_result(sent)
-        elif sent != self._first.result():
+    def _take(self, message: cluster_pb2.RouterSettings) -> bool:
+        """Whether these are the first settings, or others than it has."""
+        sent = RouterLaunch.model_validate_json(message.launch, extra="ignore")
+        if self._first.done() and sent != self._first.result():
             self.changed.set()
+            return True
+        self._settings_id = message.settings_id
+        if self._first.done():
+            return False
+        self._first.set_result(sent)
+        return True
 
     async def _fetch(self, sent: RouterLaunch) -> dict[str, Path]:
         """The files of every model, by its name, from the controller: this machine need not have the models."""

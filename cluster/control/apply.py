@@ -75,8 +75,7 @@ class SpecApplier:
             return await self._apply(text, dry_run)
 
     async def resume(self, before: ClusterSpec) -> None:
-        """Completes a change of routers' settings that an earlier controller began. `before`: the spec with settings
-        that some router still has."""
+        """Completes a change of routers' settings that an earlier controller began. `before`: the spec before it."""
         async with self._lock:
             try:
                 await self._change_routers(before, self.source.spec)

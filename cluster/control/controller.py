@@ -80,7 +80,7 @@ class Controller:
         self._record = RecordWriter(self._build_record, backend.keep)
         touch = self._record.touch
         self.workers = Workers(cluster, backend, self._tls, touch)
-        self.routers = Routers(cluster, backend, self._tls, run_base, touch)
+        self.routers = Routers(cluster, backend, self._tls, run_base, touch, self._record.write)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
@@ -196,12 +196,12 @@ class Controller:
         address = record.admin_address if control.advertised_address is None else self._asked_address
         self.workers.resume(self._epoch_settings(control.advertised_address or address), record.workers)
         self.routers.secrets = record.router_secrets() or self.routers.secrets
-        found = self.routers.found_settings(record.routers, record.spec)
-        self.routers.take_settings(found)
+        before = record.routers_before or record.spec
+        self.routers.take_settings(before, record.joined_routers)
         await self._serve_admin(address)
         await self.routers.resume(record.routers)
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
-        settle = partial(self.applier.resume, found)
+        settle = partial(self.applier.resume, before)
         self._tasks.append(asyncio.create_task(keep_running("routers' settings", settle)))
         self.restart.resume()
 
@@ -227,6 +227,8 @@ class Controller:
             under_way=tuple(self.scaler.under_way),
             restart=self.restart.record,
             secrets=self.routers.secrets,
+            routers_before=self.routers.before(source.spec),
+            joined_routers=tuple(self.routers.joined.control_addresses),
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:

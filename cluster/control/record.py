@@ -111,6 +111,8 @@ class ClusterRecord(Frozen):
     under_way: tuple[ScaleRecord | DrainRecord, ...] = ()
     restart: RestartRecord | None = None
     secrets: RouterSecrets | None = None  # None: an earlier release wrote it, whose routers have them
+    routers_before: ClusterSpec | None = None  # if routers are changing to the settings of `spec`: what they had
+    joined_routers: tuple[str, ...] = ()
 
     def router_secrets(self) -> RouterSecrets | None:
         launches = (router.launch for router in self.routers)
@@ -156,7 +158,10 @@ class Successor:
             for old, new in zip(record.spec.models, self.source.spec.models, strict=True)
             if (old.prefill.workers, old.decode.workers) != (new.prefill.workers, new.decode.workers)
         ]
-        update = {"spec": self.source.spec, "flags": dict(self.source.flags)}
+        old, new = record.spec, self.source.spec
+        has_changed = (old.router, old.log_level) != (new.router, new.log_level)
+        update = {"spec": new, "flags": dict(self.source.flags)}
+        update["routers_before"] = record.routers_before or (old if has_changed else None)
         return record.model_copy(update=update | {"under_way": (*record.under_way, *scales)})
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.backends.protocol import Backend
 from cluster.control.joined_routers import JoinedRouters, model_files
@@ -40,16 +41,22 @@ class Routers:
         tls: ClusterTls | None,
         run_base: Path,
         on_change: Callable[[], None],
+        note: Callable[[], Awaitable[None]],
     ) -> None:
+        """`note` writes the record, `on_change` asks for it."""
         self.slots: list[RouterSlot] = []
-        self.joined = JoinedRouters(tls, self._joined_launch)
+        self.joined = JoinedRouters(cluster.spec.name, tls, self._joined_launch, self._note_joined)
+        self._before: ClusterSpec | None = None  # the spec before the change of settings that is under way
+        self._rejoining: tuple[str, ...] = ()  # routers that had joined the controller before this one
         self._cluster = cluster
         self._spec = cluster.spec  # as it was changed, where that concerns routers
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
+        self._updating: asyncio.Task[None] | None = None  # of routers that joined with other settings
         self._backend = backend
         self._run_base = run_base
         self._on_change = on_change
+        self._note = note
         self._tls = tls
         self.secrets = RouterSecrets(controller=secrets.token_hex(16), salt=secrets.token_hex(32))
         self._controller_address = ""
@@ -85,53 +92,75 @@ class Routers:
     def settings(self) -> RouterSpec:
         return self._spec.router
 
-    def take_settings(self, spec: ClusterSpec) -> None:
-        """Those that routers shall have; `settle` sees to it."""
-        self._spec = spec
+    def before(self, spec: ClusterSpec) -> ClusterSpec | None:
+        """The spec that routers still have, or may have, if all shall have the settings of `spec`."""
+        if self._before is not None:
+            return self._before
+        return self._spec if (self._spec.router, self._spec.log_level) != (spec.router, spec.log_level) else None
 
-    def found_settings(self, records: Sequence[RouterRecord], spec: ClusterSpec) -> ClusterSpec:
-        """`spec`, but with the settings of the first router that has others."""
-        self.take_settings(spec)
-        for launch in (record.launch for record in records):
-            if self._settled(launch) != launch:
-                router = launch.router.model_copy(update={name: getattr(spec.router, name) for name in KEPT})
-                return spec.model_copy(update={"router": router, "log_level": launch.log_level})
-        return spec
+    def take_settings(self, spec: ClusterSpec, joined: tuple[str, ...]) -> None:
+        """Those that the routers of an earlier controller have, until `change`. `joined`: those that had joined it."""
+        self._spec = self._before = spec
+        self._rejoining = joined
 
     async def change(self, spec: ClusterSpec) -> None:
-        """Returns when every router has the settings of `spec`. Goes on if the caller is cancelled.
+        """Returns when every router has the settings of `spec`. Goes on if the caller is cancelled, and the next
+        controller does if this one dies.
 
         Raises UnavailableError if one does not serve with them: then all have their earlier ones again.
         """
-        task = asyncio.create_task(self._change(spec))
+        await asyncio.shield(self._start(self._change(spec)))
+
+    def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        return task
 
     async def _change(self, spec: ClusterSpec) -> None:
-        before = self._spec
-        self.take_settings(spec)
-        try:
-            await self.settle()
-        except UnavailableError as error:
-            log.warning("the routers get their earlier settings again: %s", error.message)
-            self.take_settings(before)
-            await self.settle()
-            raise
+        async with self._changing:
+            before = self._before = self._spec
+            self._spec = spec
+            await self._note()
+            try:
+                if spec != before:
+                    await self.joined.wait_for(self._rejoining)
+                await self._settle()
+            except UnavailableError as error:
+                log.warning("the routers get their earlier settings again: %s", error.message)
+                self._spec = before
+                await self._settle()
+                raise
+            finally:
+                self._before, self._rejoining = None, ()
+                self._note_joined()
 
-    async def settle(self) -> None:
-        """Restarts routers with other settings than they shall have, one after another: the others serve meanwhile, and
-        running requests may end within the drain timeout.
+    def _note_joined(self) -> None:
+        self._on_change()
+        is_changing = self._before is not None or not (self._updating is None or self._updating.done())
+        if not is_changing and self.joined.has_outdated:  # a router was away while settings changed
+            self._updating = self._start(self._update_joined())
+
+    async def _update_joined(self) -> None:
+        async with self._changing:
+            try:
+                await self.joined.settle(self._spec.control.start_timeout_s)
+            except UnavailableError as error:
+                log.warning("a router that joined with other settings keeps them: %s", error.message)
+
+    async def _settle(self) -> None:
+        """Restarts routers that have other settings, one after another: the others serve meanwhile, and running
+        requests may end within the drain timeout.
 
         Raises UnavailableError if one does not serve again; those after it keep their settings.
         """
-        async with self._changing:
-            for slot in self.slots:
-                wanted = self._settled(slot.launch)
-                if wanted != slot.launch:
-                    log.info("restarting with other settings", extra={"router": slot.name})
-                    await slot.change(wanted, self._spec.control.start_timeout_s)
-            await self.joined.settle(self._spec.control.start_timeout_s)
+        timeout_s = self._spec.control.start_timeout_s
+        for slot in self.slots:
+            wanted = self._settled(slot.launch)
+            if wanted != slot.launch:
+                log.info("restarting with other settings", extra={"router": slot.name})
+                await slot.change(wanted, timeout_s)
+        await self.joined.settle(timeout_s)
 
     def _settled(self, launch: RouterLaunch) -> RouterLaunch:
         """Hosts, ports and certificates stay."""
@@ -150,8 +179,7 @@ class Routers:
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(slot.run()))
 
-    def _launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
-        spec = self._spec
+    def _launch(self, router_id: str, router: RouterSpec, spec: ClusterSpec) -> RouterLaunch:
         return RouterLaunch(
             cluster=spec.name,
             router_id=router_id,
@@ -167,12 +195,13 @@ class Routers:
             log_level=spec.log_level,
         )
 
-    def _joined_launch(self, router_id: str) -> RouterLaunch:
+    def _joined_launch(self, router_id: str, is_its_turn: bool) -> RouterLaunch:
         """Where it listens is its own to say."""
-        return self._launch(router_id, self._spec.router.model_copy(update=NOWHERE))
+        spec = self._spec if self._before is None or is_its_turn else self._before
+        return self._launch(router_id, spec.router.model_copy(update=NOWHERE), spec)
 
     def _own_launch(self, router_id: str, router: RouterSpec) -> RouterLaunch:
-        return self._launch(router_id, router).model_copy(
+        return self._launch(router_id, router, self._spec).model_copy(
             update={
                 "controller_socket": str(self._run_base / router_id / "controller.sock"),
                 "drains_as_orphan": self._cluster.spec.control.ray_address is not None,

@@ -436,6 +436,9 @@ class JoinRouterRequest(_message.Message):
     CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    SETTINGS_ID_FIELD_NUMBER: _builtins.int
+    LEAVE_S_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     http_address: _builtins.str
     """host:port of its edges, as others reach them"""
@@ -444,6 +447,12 @@ class JoinRouterRequest(_message.Message):
     """host:port where the controller asks for its traces, demand and health"""
     protocol: _builtins.int
     oldest_protocol: _builtins.int
+    cluster: _builtins.str
+    """refused if it is another's"""
+    settings_id: _builtins.str
+    """of the settings that it has; empty: none yet"""
+    leave_s: _builtins.float
+    """how long it still takes requests before it ends for other settings"""
     def __init__(
         self,
         *,
@@ -453,10 +462,13 @@ class JoinRouterRequest(_message.Message):
         control_address: _builtins.str = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        settings_id: _builtins.str = ...,
+        leave_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "grpc_address", b"grpc_address", "http_address", b"http_address", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_address", b"control_address", "grpc_address", b"grpc_address", "http_address", b"http_address", "leave_s", b"leave_s", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id", "settings_id", b"settings_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -469,20 +481,23 @@ class RouterSettings(_message.Message):
     LAUNCH_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    SETTINGS_ID_FIELD_NUMBER: _builtins.int
     launch: _builtins.str
-    """RouterLaunch (tandem/config/launch.py) as JSON; hosts, ports and paths of models are the router's"""
+    """RouterLaunch (tandem/config/launch.py) as JSON; hosts, ports and paths of models are the router's. Empty: as it has."""
     protocol: _builtins.int
     oldest_protocol: _builtins.int
+    settings_id: _builtins.str
     def __init__(
         self,
         *,
         launch: _builtins.str = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        settings_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "settings_id", b"settings_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

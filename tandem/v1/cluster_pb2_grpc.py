@@ -139,8 +139,9 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def JoinRouter(self, request, context):
-        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
-        now and after every change. Another call with the same id ends the earlier one.
+        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends the settings
+        of one that has none at once, and others to one router after another. Another call with the same id and address ends
+        the earlier one; from another address it is refused while the earlier router serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,9 @@ class ClusterStub:
     WatchDirectory: _grpc.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]
     """Sends the directory now and after every change."""
     JoinRouter: _grpc.UnaryStreamMultiCallable[_cluster_pb2.JoinRouterRequest, _cluster_pb2.RouterSettings]
-    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
-    now and after every change. Another call with the same id ends the earlier one.
+    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends the settings
+    of one that has none at once, and others to one router after another. Another call with the same id and address ends
+    the earlier one; from another address it is refused while the earlier router serves.
     """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_cluster_pb2.GetModelFilesRequest, _cluster_pb2.ModelFilePart]
     """What a router reads of a model: its tokenizer, chat template and configuration, not its weights."""
@@ -91,8 +92,9 @@ class ClusterAsyncStub(ClusterStub):
     WatchDirectory: _aio.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]  # type: ignore[assignment]
     """Sends the directory now and after every change."""
     JoinRouter: _aio.UnaryStreamMultiCallable[_cluster_pb2.JoinRouterRequest, _cluster_pb2.RouterSettings]  # type: ignore[assignment]
-    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
-    now and after every change. Another call with the same id ends the earlier one.
+    """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends the settings
+    of one that has none at once, and others to one router after another. Another call with the same id and address ends
+    the earlier one; from another address it is refused while the earlier router serves.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_cluster_pb2.GetModelFilesRequest, _cluster_pb2.ModelFilePart]  # type: ignore[assignment]
     """What a router reads of a model: its tokenizer, chat template and configuration, not its weights."""
@@ -152,8 +154,9 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.JoinRouterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.RouterSettings], _abc.AsyncIterator[_cluster_pb2.RouterSettings]]:
-        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends its settings
-        now and after every change. Another call with the same id ends the earlier one.
+        """Takes a router that the controller did not start into the cluster, for as long as the call lasts. Sends the settings
+        of one that has none at once, and others to one router after another. Another call with the same id and address ends
+        the earlier one; from another address it is refused while the earlier router serves.
         """
 
     @_abc_1.abstractmethod

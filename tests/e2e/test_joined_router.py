@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from cluster.certificates import create, folder_spec
 from cluster.spec.resolve import free_ports
+from tandem.rpc.versions import CONTROL_VERSIONS
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.e2e.conftest import Cluster
 from tests.e2e.test_takeover import kill_the_controller, running
 
@@ -29,6 +32,7 @@ POOLS = {"prefill": {"workers": 1}, "decode": {"workers": 1}, "engine": {"kv_blo
 class JoinedRouter:
     def __init__(self, cluster: Cluster, folder: Path, name: str, *arguments: str) -> None:
         self.name = name
+        self.ends_with = 0
         self.http, self.grpc, self.control = free_ports(*3 * ["127.0.0.1"])
         self.log = folder / f"{name}.log"
         ports = ("--http-port", self.http, "--grpc-port", self.grpc, "--control-port", self.control)
@@ -73,7 +77,8 @@ def join(tmp_path: Path) -> Iterator[Callable[..., JoinedRouter]]:
     yield start
     for router in started:
         router.process.terminate()
-        assert router.process.wait(30) == 0, router.log.read_text()
+    for router in started:
+        assert router.process.wait(30) == router.ends_with, router.log.read_text()
 
 
 def states(cluster: Cluster) -> dict[str, str]:
@@ -144,9 +149,36 @@ async def test_a_router_that_may_not_join_says_why(
     exposed = JoinedRouter(cluster, tmp_path, "exposed", "--host", "0.0.0.0")
     assert await asyncio.to_thread(exposed.process.wait, 30) == 2
     assert "--host: 0.0.0.0 is not loopback, and callers are not authenticated" in exposed.log.read_text()
+    elsewhere = join(cluster, "--cluster", "another")
+    async with asyncio.timeout(30):
+        while "cluster: this is tandem, and the router is for 'another'" not in elsewhere.log.read_text():
+            await asyncio.sleep(0.1)
     unnamed = JoinedRouter(cluster, tmp_path, "unnamed", "--name", "../x")
     assert await asyncio.to_thread(unnamed.process.wait, 30) == 2
     assert "--name: expected letters" in unnamed.log.read_text()
+
+
+async def test_a_router_that_was_away_during_a_change_gets_its_settings_when_it_is_back(
+    cluster_with: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    spec = {"models": [{"source": str(model), **POOLS}], "control": {"backend": "subprocess"}}
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    request = cluster_pb2.JoinRouterRequest(
+        router_id="away",
+        cluster="tandem",
+        http_address="127.0.0.1:1",
+        grpc_address="127.0.0.1:2",
+        control_address="127.0.0.1:3",
+        settings_id="of an earlier change",
+        protocol=CONTROL_VERSIONS.protocol,
+    )
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.admin_port}") as channel, asyncio.timeout(30):
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        messages = aiter(stub.JoinRouter(request))
+        first, second = await anext(messages), await anext(messages)
+    assert (first.settings_id, first.launch) == ("of an earlier change", "")
+    assert json.loads(second.launch)["router_id"] == "away"
 
 
 class Clients:
@@ -241,3 +273,65 @@ async def test_changed_settings_of_routers_are_applied_one_after_another(
     assert set(states(cluster).values()) == {"ready"}
     cluster.note_descendants()
     cluster.assert_conserved()
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["good settings", "bad settings"])
+async def test_a_controller_that_dies_in_a_change_changes_no_two_joined_routers_at_once(
+    cluster_with: Callable[..., Cluster], join: Callable[..., JoinedRouter], tmp_path: Path, works: bool
+) -> None:
+    """The next one finishes it, or sets it back if a router cannot serve with the settings."""
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    spec: dict[str, Any] = {
+        "models": [{"source": str(model), **POOLS}],
+        "control": {"backend": "subprocess"},
+        "router": {"replicas": 0},
+    }
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    own = [join(cluster, "--leave-seconds", "1") for _ in range(3)]
+    await asyncio.gather(*(router.wait_ready() for router in own))
+    changed = tmp_path / "changed.yaml"
+    text = (cluster.log.parent / "cluster.yaml").read_text()
+    setting = "max_body_bytes: 2048" if works else "record: /proc/nowhere"
+    changed.write_text(text.replace("router:", f"router:\n  {setting}"))
+    applying = asyncio.create_task(asyncio.to_thread(cluster.tandem, "apply", str(changed)))
+    least = 3
+
+    async def count_ready() -> None:
+        nonlocal least
+        async with httpx.AsyncClient() as client:
+            while True:
+                ready = [await _is_ready(client, router.http) for router in own]
+                least = min(least, sum(ready))
+                await asyncio.sleep(0.05)
+
+    counting = asyncio.create_task(count_ready())
+    async with asyncio.timeout(30):
+        while least == 3:
+            await asyncio.sleep(0.02)
+    await kill_the_controller(cluster)
+    assert (await applying).returncode != 0
+    body = {"model": "tiny", "prompt": "x" * 3000}
+    async with asyncio.timeout(90), httpx.AsyncClient() as client:
+        if works:
+            while [await _status(client, router.http, body) for router in own] != [413] * 3:
+                await asyncio.sleep(0.2)
+        else:
+            while "was not completed" not in cluster.log.read_text():
+                await asyncio.sleep(0.2)
+    counting.cancel()
+    assert least == 2
+    again = await asyncio.to_thread(
+        cluster.tandem, "apply", str(changed if works else cluster.log.parent / "cluster.yaml")
+    )
+    assert "nothing to do" in again.stdout, again.stderr
+    ended = [router.process.poll() for router in own]
+    for router, code in zip(own, ended, strict=True):
+        router.ends_with = code or 0
+    assert sorted(map(str, ended)) == (["None"] * 3 if works else ["2", "None", "None"])
+
+
+async def _status(client: httpx.AsyncClient, port: int, body: dict[str, Any]) -> int:
+    try:
+        return (await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)).status_code
+    except httpx.HTTPError:
+        return 0
