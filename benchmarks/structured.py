@@ -264,7 +264,7 @@ def measure_neighbour(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
 def _steps_beside_ms(rank: Any, grammar: str | None, steps: int, lengths: list[int]) -> tuple[list[float], list[int]]:
     """Steps of a free answer, and the lengths of the answers beside it, each of which begins when the last one ends.
-    `lengths`: what they shall be, if not up to the grammar."""
+    `lengths`: of those answers; empty: the grammar ends them."""
     driver = EngineDriver(rank.engine)
     free = SamplingParams(temperature=0.7, seed=1, max_tokens=steps + 2)
     driver.add("free", random_prompt(16, 1000), free)

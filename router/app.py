@@ -18,7 +18,7 @@ from router.dashboard.routes import DashboardEdge
 from router.dashboard.shared_snapshots import SnapshotSource
 from router.dashboard.view import RouterView
 from router.edge.controller_api import TracesEdge
-from router.edge.grpc import GrpcServer
+from router.edge.grpc_server import GrpcServer
 from router.edge.http import HttpEdge
 from router.edge.http_server import HttpServer, bind
 from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget

@@ -20,9 +20,9 @@ POLL_S = 0.2
 
 
 def pids_of(session: str, keeper: int) -> list[int]:
-    """The processes that have a file of this session of Ray open for writing, as all of Ray's have their logs: whoever
-    reads one, or removes the folder, is not among them. Nor are children of the keeper: a controller ends by itself,
-    and says why."""
+    """The processes that have a file of this session of Ray open for writing, as all of Ray's have their logs. A
+    process that only reads one, or removes the folder, is none of them; nor is a child of the keeper: a controller ends
+    by itself, and says why."""
     found = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():

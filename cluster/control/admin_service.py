@@ -11,9 +11,9 @@ from typing import Any, cast
 import grpc.aio
 
 from cluster.control.apply import SpecApplier
-from cluster.control.pool_scaler import PoolScaler
 from cluster.control.rolling_restart import RollingRestart
 from cluster.control.routers import Routers
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.status_report import StatusReport
 from cluster.control.workers import Workers
 from router.auth.grpc_gate import source_of

@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from cluster.backends.protocol import Backend
 from cluster.control.admin_service import ALLOWED, AdminService
 from cluster.control.apply import SpecApplier
-from cluster.control.autoscaling import Autoscaling
-from cluster.control.node_drainer import NodeDrainer
-from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import ClusterRecord, RecordWriter, Successor
 from cluster.control.redis import Redis
 from cluster.control.rolling_restart import RollingRestart
 from cluster.control.routers import Routers
+from cluster.control.scaling.autoscaling import Autoscaling
+from cluster.control.scaling.node_drainer import NodeDrainer
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.status_report import StatusReport
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers

@@ -1,5 +1,5 @@
-"""Routers that the controller did not start, such as those of a Kubernetes Deployment. A router is in the cluster for
-as long as its JoinRouter call lasts: whoever started it watches and replaces it."""
+"""Routers that the controller did not start, such as those of a Kubernetes Deployment. A router is in the cluster
+as long as its JoinRouter call lasts. It is watched and replaced by what started it: a Deployment, systemd, a person."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _Joined:
 
 
 class JoinedRouters:
-    """Args: `settings` gives the launch of a router by its id: with True as all shall have it, with False as those have
-    it whose turn has not come."""
+    """Args: `settings` gives the launch of a router by its id. While settings change, True means the new ones, and
+    False those of routers whose turn has not come."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class JoinedRouters:
 
     @property
     def has_outdated(self) -> bool:
-        """Whether one has other settings than all shall have."""
+        """Whether one has other settings than the present ones."""
         return self._next_turn() is not None
 
     async def follow(self, request: cluster_pb2.JoinRouterRequest) -> AsyncGenerator[cluster_pb2.RouterSettings, None]:
@@ -147,9 +147,9 @@ class JoinedRouters:
             log.warning("routers that had joined the controller before have not come back")
 
     async def settle(self, timeout_s: float) -> None:
-        """Sends each router the settings that all shall have, if it has others. It then leaves, ends its requests, and
-        joins again: only when it serves is the next one's turn. One that does not come back was ended by whoever
-        started it, and its successor has another name.
+        """Sends the present settings to each router that has others. It then leaves, ends its requests and joins again;
+        when it serves, the next one's turn comes. One that does not come back was ended on purpose, and its successor
+        has another name.
 
         Raises UnavailableError if one does not take them, or does not serve with them in `timeout_s`.
         """

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from cluster.control.pool_scaler import RESUME_ATTEMPTS, RESUME_DELAY_S, PoolScaler
 from cluster.control.record import RestartRecord
 from cluster.control.routers import Routers
+from cluster.control.scaling.pool_scaler import RESUME_ATTEMPTS, RESUME_DELAY_S, PoolScaler
 from cluster.control.workers import Workers
 from cluster.tasks import count_failure
 from tandem.errors import ConfigError, TandemError

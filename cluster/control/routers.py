@@ -93,7 +93,7 @@ class Routers:
         return self._spec.router
 
     def before(self, spec: ClusterSpec) -> ClusterSpec | None:
-        """The spec that routers still have, or may have, if all shall have the settings of `spec`."""
+        """The spec whose settings some router may still have, while they change to those of `spec`; else None."""
         if self._before is not None:
             return self._before
         return self._spec if (self._spec.router, self._spec.log_level) != (spec.router, spec.log_level) else None

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
-from cluster.control.autoscaling import Autoscaling
 from cluster.control.record import WorkerState
 from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
+from cluster.control.scaling.autoscaling import Autoscaling
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess

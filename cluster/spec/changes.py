@@ -53,8 +53,8 @@ def _matches(field: str, patterns: tuple[str, ...]) -> bool:
 
 
 def decides_nothing(field: str, old: ClusterSpec, new: ClusterSpec) -> bool:
-    """Whether a change of this fixed field concerns nobody who runs: a controller found by an address of its own may
-    move, and ports of routers that the cluster does not start are nobody's."""
+    """Whether no running part depends on this fixed field: a controller with an `advertised_address` may listen
+    elsewhere, and ports of routers matter only if the cluster starts some."""
     if field in ("control.admin_host", "control.admin_port"):
         return old.control.advertised_address is not None
     return _matches(field, FIXED) and not (old.router.replicas or new.router.replicas) and "tls" not in field

@@ -20,9 +20,9 @@ import pytest_asyncio
 import yaml
 
 from cluster.backends.subprocess_backend import SubprocessBackend
-from cluster.control.autoscaling import Autoscaling
 from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
+from cluster.control.scaling.autoscaling import Autoscaling
 from cluster.keeper.keeper import Keeper
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import resolve, with_free_ports

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import Admin, tls_hint
 from cluster.cli.commands.status import ROLES, fetch
-from cluster.control.pools import check_targets, ratio_split
+from cluster.control.scaling.pools import check_targets, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control.observed_load import ObservedLoad
+from cluster.control.scaling.observed_load import ObservedLoad
 from planner.pool_forecast import LocalPrompts
 from router.policies.pace import BATCH_SIZES, START_PACE
 from tandem.v1 import trace_pb2, worker_pb2

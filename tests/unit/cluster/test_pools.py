@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cli.commands.scaling import change_text
-from cluster.control.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change, ratio_split
+from cluster.control.scaling.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError
 

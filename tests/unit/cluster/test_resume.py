@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cluster.control import pool_scaler
-from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
+from cluster.control.scaling import pool_scaler
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from tandem.config.spec import ControlSpec

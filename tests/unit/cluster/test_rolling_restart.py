@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.control import rolling_restart
-from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import RestartRecord, WorkerState
 from cluster.control.rolling_restart import RollingRestart
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.workers import Workers
 from tandem.config.spec import ControlSpec
 from tandem.errors import ConfigError

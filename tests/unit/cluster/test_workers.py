@@ -11,8 +11,8 @@ import pytest
 
 from cluster.backends.protocol import MemberHandle, Resources
 from cluster.control import worker_slot
-from cluster.control.pool_scaler import PoolScaler
 from cluster.control.record import WorkerState
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember

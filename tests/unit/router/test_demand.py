@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from cluster.control.autoscaling import demand_of
 from cluster.control.router_traces import RouterTraces
+from cluster.control.scaling.autoscaling import demand_of
 from router.policies.pace import BATCH_SIZES
 from tandem.v1 import trace_pb2
 from tests.unit.router.conftest import Cluster

@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.edge import grpc as grpc_edge
-from router.edge.grpc import MAX_PUBLIC_STREAMS, SHARE_OF_ONE
+from router.edge.grpc_server import MAX_PUBLIC_STREAMS, SHARE_OF_ONE
 from router.testing.stub_worker import until
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound

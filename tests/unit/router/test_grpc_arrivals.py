@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.edge import grpc as edge
+from router.edge import grpc_server as edge
 from router.edge.limits import grpc as limits
 from router.edge.limits import grpc_arrivals
 from router.edge.limits.bodies import EXEMPT_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.edge import grpc as edge
+from router.edge import grpc_server as edge
 from tandem.config.spec import RouterSpec
 from tandem.errors import OverloadedError, Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from cluster.control.observed_load import ObservedLoad
-from cluster.control.pool_scaler import PoolScaler
+from cluster.control.scaling.observed_load import ObservedLoad
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
 from cluster.tasks import count_failure, keep_running

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from cluster.backends.protocol import Backend
-from cluster.control.pool_scaler import PoolScaler
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.workers import Workers
 from cluster.tasks import count_failure
 

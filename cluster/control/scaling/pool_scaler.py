@@ -10,8 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from cluster.control.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
 from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
+from cluster.control.scaling.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
 from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
