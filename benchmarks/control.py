@@ -19,9 +19,8 @@ import psutil
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, say, spec_of
-from cluster.cli.admin_client import Admin
+from cluster.cli.admin_client import Admin, fetch_status
 from cluster.cli.commands.running import RunningCluster
-from cluster.cli.commands.status import fetch
 from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
 from tandem.errors import TandemError
@@ -89,7 +88,7 @@ def _controller() -> psutil.Process:
 async def _view(cluster: RunningCluster) -> list[tuple[str, int, str]]:
     """Id, epoch and state of each worker; empty while no controller answers."""
     try:
-        status = await fetch(Admin(cluster.admin_address))
+        status = await fetch_status(Admin(cluster.admin_address))
     except TandemError:
         return []
     return sorted((each.info.worker_id, each.info.epoch, each.state) for each in status.workers)

@@ -18,9 +18,8 @@ import numpy as np
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
-from cluster.cli.admin_client import Admin
+from cluster.cli.admin_client import Admin, fetch_status
 from cluster.cli.commands.running import RunningCluster
-from cluster.cli.commands.status import fetch
 from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
 from planner.hardware import Hardware
@@ -81,7 +80,7 @@ async def _until_served(cluster: RunningCluster, prefill: int, decode: int) -> N
     """Waits until every worker is ready in its new role."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     while True:
-        status = await fetch(Admin(cluster.admin_address, None))
+        status = await fetch_status(Admin(cluster.admin_address, None))
         ready = [worker.info.role for worker in status.workers if worker.state == "ready"]
         if all(ready.count(ROLES[role]) == count for role, count in wanted.items()):
             return
@@ -191,7 +190,7 @@ async def _goodput(spec: ClusterSpec, trace: TrafficTrace, slo: Slo) -> float:
     async with live(spec) as cluster:
         began_s = time.time()
         result = await play(cluster, trace, slo, salt=2)
-        status = await fetch(Admin(cluster.admin_address, None))
+        status = await fetch_status(Admin(cluster.admin_address, None))
         for each in reversed(status.autoscaler.decisions):
             say(f"{each.at_unix_s - began_s:.0f} s: {each.reason} ({each.outcome})")
     model = spec.models[0]

@@ -101,7 +101,9 @@ class JoinOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--join", metavar="HOST:PORT", help="join the cluster of the controller at this admin address")
+    parser.add_argument(
+        "--join", type=_address, metavar="HOST:PORT", help="join the cluster of the controller at this admin address"
+    )
     parser.add_argument("--cluster", default="tandem", help="the cluster's name (default: tandem)")
     parser.add_argument("--name", help="the router's name, which no other has; required")
     parser.add_argument("--host", default="127.0.0.1", help="this machine's address for others (default: 127.0.0.1)")
@@ -116,6 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in ("cert", "key", "ca"):
         parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"security.tls.{name}, if the cluster has TLS")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, such as 10.0.0.5:50052, got {text!r}")
+    return text
 
 
 def _port(text: str) -> int:

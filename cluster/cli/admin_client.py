@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import grpc.aio
+from grpc_status import rpc_status
 
 from cluster.certificates import folder_spec, load, texts_of
 from cluster.cli import state_file
+from cluster.cli.state_file import ClusterState
 from tandem.config.spec import TlsSpec
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError, UnavailableError
+from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+TIMEOUT_S = 10.0
+_NO_CONTROLLER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +50,48 @@ def find_admin(address: str | None, cluster: str | None, tls: Path | None = None
     return Admin(found.admin, given or (TlsSpec(**found.tls) if found.tls is not None else None))
 
 
-def tls_hint(admin: Admin) -> str:
-    """What else to check if no controller answers."""
-    return (
-        ", and does it accept this certificate" if admin.tls is not None else ", and without TLS (otherwise pass --tls)"
+def find_routed(cluster: str | None) -> ClusterState:
+    """A cluster on this machine, with the addresses of its first router, or of one that joined it.
+
+    Raises ConfigError, UnavailableError.
+    """
+    found = state_file.find(cluster)
+    if found.http:
+        return found
+    routers = asyncio.run(fetch_status(find_admin(None, found.name))).routers
+    ready = next((router for router in routers if router.state == "ready"), None)
+    if ready is None:
+        raise UnavailableError(
+            f"{found.name} has no router that is ready: start one with `python -m router --join {found.admin} "
+            f"--cluster {found.name} --name NAME`"
+        )
+    return replace(found, http=ready.http_address, grpc=ready.grpc_address)
+
+
+async def fetch_status(admin: Admin) -> cluster_pb2.ClusterStatus:
+    """Raises the controller's error, or UnavailableError if it does not answer."""
+    async with controller_at(admin) as stub:
+        return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+
+
+@asynccontextmanager
+async def controller_at(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    """Raises the controller's error, or UnavailableError if it does not answer."""
+    async with admin.channel() as channel:
+        try:
+            yield cluster_pb2_grpc.ClusterStub(channel)
+        except grpc.aio.AioRpcError as error:
+            raise controller_error(error, admin) from None
+
+
+def controller_error(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
+    if error.code() not in _NO_CONTROLLER or rpc_status.from_call(error) is not None:
+        return error_from_rpc(error)
+    hint = "does it accept this certificate" if admin.tls is not None else "without TLS (otherwise pass --tls)"
+    return UnavailableError(
+        f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running, and "
+        f"{hint}?",
+        field="--address",
     )
 
 

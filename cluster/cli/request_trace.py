@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 
-import grpc.aio
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.admin_client import Admin, tls_hint
+from cluster.cli.admin_client import TIMEOUT_S, Admin, controller_at
 from cluster.cli.console import UNLIMITED
-from tandem.errors import TandemError, UnavailableError
-from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.text.words import plural, size, worker_path
-from tandem.v1 import cluster_pb2_grpc, trace_pb2
+from tandem.v1 import trace_pb2
 
-TIMEOUT_S = 10.0
 MIN_BAR = 16
 FILE_WIDTH = 100  # columns of a chart without a terminal
 _BESIDE_BAR = 36  # columns before the bar
@@ -35,23 +31,8 @@ _STYLES = {
 
 
 async def fetch(admin: Admin, request_id: str) -> trace_pb2.RequestTrace:
-    async with admin.channel() as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        try:
-            return await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise trace_error(error, admin) from None
-
-
-def trace_error(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
-    found = error_from_rpc(error)
-    if type(found) is not UnavailableError or found.message.startswith("the router"):
-        return found
-    return UnavailableError(
-        f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
-        f"{tls_hint(admin)}?",
-        field="--address",
-    )
+    async with controller_at(admin) as stub:
+        return await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), timeout=TIMEOUT_S)
 
 
 def show(trace: trace_pb2.RequestTrace, console: Console) -> None:

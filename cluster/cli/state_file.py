@@ -126,17 +126,6 @@ def find(name: str | None) -> ClusterState:
     return matching[0]
 
 
-def find_routed(name: str | None) -> ClusterState:
-    """As `find`, one that starts routers of its own."""
-    found = find(name)
-    if not found.http:
-        raise ConfigError(
-            f"{found.name} starts no routers of its own (router.replicas is 0): name one with --address or --url",
-            field="--address",
-        )
-    return found
-
-
 @contextmanager
 def written(state: ClusterState) -> Iterator[None]:
     """The file exists inside the context."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.spec.changes import SpecSource, changed_fields
+from cluster.spec.changes import SpecSource, shown_changes
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, TandemError
@@ -89,15 +89,16 @@ class SpecApplier:
         if after.autoscaler != before.autoscaler:
             changes.append(f"autoscaler: {_changed_fields(before.autoscaler, after.autoscaler)}")
         if after.router != before.router:
-            fields = [field.removeprefix(ROUTER) for field in changed_fields(before, after) if field.startswith(ROUTER)]
-            changes.append(f"routers, one after another: {', '.join(fields)}")
+            shown = [line.removeprefix(ROUTER) for line in shown_changes(before, after) if line.startswith(ROUTER)]
+            changes.append(f"routers, one after another: {', '.join(shown)}")
         if after.log_level != before.log_level:
             changes.append(
                 f"log_level {after.log_level}: the controller, the routers one after another, and each worker when it "
                 "next starts (tandem restart)"
             )
         if dry_run:
-            return tuple(f"would set {each}" for each in changes)
+            earlier = ("an earlier change is still under way",) if self._lock.locked() else ()
+            return (*earlier, *(f"would set {each}" for each in changes))
         for number, (name, prefill, decode) in enumerate(sizes):
             log.info("apply: set %s to %d prefill and %d decode workers", name, prefill, decode)
             try:

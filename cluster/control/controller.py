@@ -228,7 +228,7 @@ class Controller:
             restart=self.restart.record,
             secrets=self.routers.secrets,
             routers_before=self.routers.before(source.spec),
-            joined_routers=tuple(self.routers.joined.control_addresses),
+            joined_routers=self.routers.joined.names,
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:

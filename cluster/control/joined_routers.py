@@ -63,7 +63,6 @@ class JoinedRouters:
         self._settings = settings
         self._on_change = on_change
         self._joined: dict[str, _Joined] = {}
-        self._has_joined = asyncio.Event()  # since it was cleared
         self._turns: dict[str, int] = {}  # routers that were told in the change under way: how often each joined since
 
     @property
@@ -74,6 +73,11 @@ class JoinedRouters:
     def addresses(self) -> list[tuple[str, str]]:
         """HTTP and gRPC."""
         return [(each.request.http_address, each.request.grpc_address) for each in self._joined.values()]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """With those that are away because their settings change."""
+        return tuple(self._joined | self._turns)
 
     @property
     def has_outdated(self) -> bool:
@@ -124,7 +128,6 @@ class JoinedRouters:
         if name in self._turns:
             self._turns[name] += 1
         log.info("router joined", extra={"router": name, "http": request.http_address})
-        self._has_joined.set()
         self._on_change()
         try:
             yield member
@@ -136,15 +139,15 @@ class JoinedRouters:
                 self._on_change()
 
     async def wait_for(self, names: Iterable[str]) -> None:
-        """Returns when routers with these names have joined, or could have."""
-        missing = set(names)
-        try:
-            async with asyncio.timeout(GONE_S):
-                while missing - self._joined.keys():
-                    self._has_joined.clear()
-                    await self._has_joined.wait()
-        except TimeoutError:
-            log.warning("routers that had joined the controller before have not come back")
+        """Returns when routers with these names have joined and serve, or could have."""
+        loop = asyncio.get_running_loop()
+        last_s = loop.time() + GONE_S
+        for name in names:
+            while not await self._serves(self._joined.get(name)):
+                if loop.time() > last_s:
+                    log.warning("a router of the controller before has not come back", extra={"router": name})
+                    break
+                await asyncio.sleep(POLL_S)
 
     async def settle(self, timeout_s: float) -> None:
         """Sends the present settings to each router that has others. It then leaves, ends its requests and joins again;
@@ -230,7 +233,7 @@ class JoinedRouters:
         state = RouterState.NOT_READY if member.has_served else RouterState.STARTING
         if await self._serves(member):
             state, member.has_served = RouterState.READY, True
-        return RouterStatus(request.router_id, state, 0, request.http_address, request.grpc_address)
+        return RouterStatus(request.router_id, state, 0, request.http_address, request.grpc_address, has_joined=True)
 
 
 def settings_id(launch: RouterLaunch) -> str:

@@ -48,6 +48,7 @@ class RouterStatus:
     restarts: int
     http_address: str
     grpc_address: str
+    has_joined: bool = False
 
 
 class RouterSlot:

@@ -137,7 +137,7 @@ def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
     found = [answer for answer in answers if not isinstance(answer, TandemError)]
     errors = [answer for answer in answers if isinstance(answer, TandemError)]
     if not found:
-        no_router = UnavailableError("no router was started yet; try again")
+        no_router = UnavailableError("no router is in the cluster: none has started or joined yet")
         raise min(errors, key=lambda error: isinstance(error, UnavailableError), default=no_router)
     return found
 

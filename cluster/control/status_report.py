@@ -81,6 +81,7 @@ class StatusReport:
                     restarts=router.restarts,
                     http_address=router.http_address,
                     grpc_address=router.grpc_address,
+                    has_joined=router.has_joined,
                 )
                 for router in routers
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from tandem.errors import ConfigError
 
 LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*", "log_level")
 FIXED = ("router.replicas", "router.http_*", "router.grpc_*", "router.tls*")  # of those: how many there are, and where
+MAX_SHOWN_CHARS = 60
 SHOWN_FIELDS = 6
 
 
@@ -62,10 +64,21 @@ def decides_nothing(field: str, old: ClusterSpec, new: ClusterSpec) -> bool:
 
 def changed_fields(old: ClusterSpec, new: ClusterSpec) -> list[str]:
     """Dotted paths, as in docs/configuration.md."""
-    return list(_changes("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+    return [path for path, _, _ in _changes("", old.model_dump(mode="json"), new.model_dump(mode="json"))]
 
 
-def _changes(path: str, old: Any, new: Any) -> Iterator[str]:
+def shown_changes(old: ClusterSpec, new: ClusterSpec) -> list[str]:
+    """Each changed field with its old and new value."""
+    found = _changes("", old.model_dump(mode="json"), new.model_dump(mode="json"))
+    return [f"{path} {_shown(one)} → {_shown(other)}" for path, one, other in found]
+
+
+def _shown(value: Any) -> str:
+    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
+
+
+def _changes(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
             yield from _changes(f"{path}.{name}" if path else name, old.get(name), new.get(name))
@@ -73,4 +86,4 @@ def _changes(path: str, old: Any, new: Any) -> Iterator[str]:
         for index, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from _changes(f"{path}.{index}", one, other)
     elif old != new:
-        yield path
+        yield path, old, new

@@ -185,11 +185,13 @@ def check_ports(spec: ClusterSpec) -> None:
     host = spec.transfer.bind_host
     if spec.control.ray_address is None and host != AUTO_HOST:  # else hosts of workers have addresses of their own
         _check_host("transfer.bind_host", host, _bind_error(host, 0))
-    wanted = (
-        ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
-        ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
-        ("control.admin_port", spec.control.admin_host, spec.control.admin_port, "--admin-port"),
-    )
+    wanted = [("control.admin_port", spec.control.admin_host, spec.control.admin_port, "--admin-port")]
+    if spec.router.replicas:
+        wanted = [
+            ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
+            ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
+            *wanted,
+        ]
     for field, host, port, flag in wanted:
         error = _bind_error(host, port)
         _check_host(field.replace("_port", "_host"), host, error)

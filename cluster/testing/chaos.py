@@ -18,8 +18,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli.admin_client import Admin
-from cluster.cli.commands.status import fetch
+from cluster.cli.admin_client import Admin, fetch_status
 from tandem.errors import TandemError
 from tandem.request import RequestState
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
@@ -244,7 +243,7 @@ class Chaos:
     # ---- the faults
 
     async def _signal_worker(self, process: str, signum: signal.Signals) -> str:
-        workers = [each.info for each in (await fetch(self._admin)).workers if each.state == "ready"]
+        workers = [each.info for each in (await fetch_status(self._admin)).workers if each.state == "ready"]
         worker = self._random.choice(workers)
         pid = next(each.pid for each in worker.processes if each.name.startswith(process))
         os.kill(pid, signum)
@@ -262,7 +261,7 @@ class Chaos:
 
     async def _scale(self) -> str:
         """Another decode worker, and back."""
-        workers = (await fetch(self._admin)).workers
+        workers = (await fetch_status(self._admin)).workers
         size = sum(each.info.role == cluster_pb2.ROLE_DECODE for each in workers)
         async with self._admin.channel() as channel:
             stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
@@ -304,7 +303,7 @@ class Chaos:
         async with asyncio.timeout(SETTLED_S):
             while True:
                 try:
-                    status = await fetch(self._admin)
+                    status = await fetch_status(self._admin)
                 except TandemError:
                     status = cluster_pb2.ClusterStatus()
                 states = [each.state for each in status.workers] + [each.state for each in status.routers]

@@ -797,12 +797,15 @@ class RouterStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    HAS_JOINED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     state: _builtins.str
     """starting, ready, not_ready, restarting, failed"""
     restarts: _builtins.int
     http_address: _builtins.str
     grpc_address: _builtins.str
+    has_joined: _builtins.bool
+    """the controller did not start it"""
     def __init__(
         self,
         *,
@@ -811,10 +814,11 @@ class RouterStatus(_message.Message):
         restarts: _builtins.int = ...,
         http_address: _builtins.str = ...,
         grpc_address: _builtins.str = ...,
+        has_joined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "http_address", b"http_address", "restarts", b"restarts", "router_id", b"router_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "has_joined", b"has_joined", "http_address", b"http_address", "restarts", b"restarts", "router_id", b"router_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,7 +104,9 @@ async def test_joined_routers_serve_outlive_the_controller_and_leave(
     cluster = await asyncio.to_thread(cluster_with, spec=spec)
     assert cluster.status()["routers"] == []
     refused = await asyncio.to_thread(cluster.tandem, "chat", "hello")
-    assert "starts no routers of its own" in refused.stderr
+    assert "has no router that is ready: start one with `python -m router --join" in refused.stderr
+    refused = await asyncio.to_thread(cluster.tandem, "trace")
+    assert "no router is in the cluster" in refused.stderr
     first, second = join(cluster, *options), join(cluster, *options)
     await asyncio.gather(first.wait_ready(), second.wait_ready())
     assert states(cluster) == {"edge-0": "ready", "edge-1": "ready"}
@@ -112,6 +114,9 @@ async def test_joined_routers_serve_outlive_the_controller_and_leave(
     assert [await second.tokens(seed) for seed in range(4)] == expected
     traces = json.loads((await asyncio.to_thread(cluster.tandem, "trace", "--json")).stdout)
     assert len(traces) == 8, "the controller asks each of them"
+    answered = await asyncio.to_thread(cluster.tandem, "chat", "--raw", "--max-tokens", "3", "hello")
+    assert answered.returncode == 0, answered.stderr
+    assert "edge-0 ready, joined" in (await asyncio.to_thread(cluster.tandem, "status")).stdout
 
     before = running(cluster)
     answers = [asyncio.create_task(first.tokens(seed, 400)) for seed in range(4)]
@@ -156,6 +161,9 @@ async def test_a_router_that_may_not_join_says_why(
     unnamed = JoinedRouter(cluster, tmp_path, "unnamed", "--name", "../x")
     assert await asyncio.to_thread(unnamed.process.wait, 30) == 2
     assert "--name: expected letters" in unnamed.log.read_text()
+    nowhere = JoinedRouter(cluster, tmp_path, "nowhere", "--join", "controller")
+    assert await asyncio.to_thread(nowhere.process.wait, 30) == 2
+    assert "expected HOST:PORT, such as 10.0.0.5:50052, got 'controller'" in nowhere.log.read_text()
 
 
 async def test_a_router_that_was_away_during_a_change_gets_its_settings_when_it_is_back(

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from cluster.cli import state_file
-from cluster.cli.admin_client import Admin, find_admin
-from cluster.cli.commands.scaling import controller_at
+from cluster.cli.admin_client import Admin, controller_at, find_admin
 from cluster.cli.console import console
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc.aio
 from rich.console import Console
 
-from cluster.cli import state_file
+from cluster.cli.admin_client import find_routed
 from cluster.cli.router_client import chat_request, edge_channel, generate
 from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
@@ -51,7 +51,7 @@ def run_chat(
 ) -> int:
     given = str(ca) if ca is not None else None
     if address is None:
-        found = state_file.find_routed(cluster)
+        found = find_routed(cluster)
         address, given = found.grpc, given or found.edge_ca
     at_terminal = question is None and sys.stdin.isatty()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

@@ -65,14 +65,20 @@ def _requirements() -> str:
 
 
 def _ports(spec: ClusterSpec) -> str:
-    ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port}"
+    ports = f"{spec.control.admin_port}"
+    if spec.router.replicas:
+        ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {ports}"
     try:
         check_ports(spec)
     except PortInUse:
         if (running := _running(spec)) is None:
             raise
-        return f"{ports} are in use by the running cluster {running.name} (pid {running.pid})"
-    return f"{ports} are free"
+        return f"{ports} {_are(spec)} in use by the running cluster {running.name} (pid {running.pid})"
+    return f"{ports} {_are(spec)} free"
+
+
+def _are(spec: ClusterSpec) -> str:
+    return "are" if spec.router.replicas else "is"
 
 
 def _running(spec: ClusterSpec) -> ClusterState | None:
@@ -81,12 +87,10 @@ def _running(spec: ClusterSpec) -> ClusterState | None:
     if running is None or not running.admin:
         return running
     router, control = spec.router, spec.control
-    wanted = (
-        f"{router.http_host}:{router.http_port}",
-        f"{router.grpc_host}:{router.grpc_port}",
-        f"{control.admin_host}:{control.admin_port}",
-    )
-    return running if wanted == (running.http, running.grpc, running.admin) else None
+    wanted = [f"{control.admin_host}:{control.admin_port}"]
+    if router.replicas:
+        wanted += [f"{router.http_host}:{router.http_port}", f"{router.grpc_host}:{router.grpc_port}"]
+    return running if wanted == [running.admin, running.http, running.grpc][: len(wanted)] else None
 
 
 def _tls(spec: ClusterSpec) -> str:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import grpc.aio
 from rich.console import Console
 
-from cluster.cli.admin_client import Admin
-from cluster.cli.request_trace import trace_error
+from cluster.cli.admin_client import Admin, controller_at
 from cluster.interruptible import run_interruptible
 from tandem.errors import ConfigError
-from tandem.v1 import cluster_pb2_grpc, trace_pb2
+from tandem.v1 import trace_pb2
 
 
 @dataclass(slots=True)
@@ -51,8 +49,7 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
     if shown is not None:
         shown.start()
     try:
-        async with asyncio.timeout(duration_s), target.channel() as channel:
-            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        async with asyncio.timeout(duration_s), controller_at(target) as stub:
             async for each in stub.RecordRequests(trace_pb2.RecordRequestsRequest(model=model)):
                 note(each, seen, file)
                 if shown is not None:
@@ -61,8 +58,6 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
                     break
     except (TimeoutError, asyncio.CancelledError):
         pass  # the requested end of the recording
-    except grpc.aio.AioRpcError as error:
-        raise trace_error(error, target) from None
     finally:
         if shown is not None:
             shown.stop()

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
 from rich.console import Console
 
-from cluster.cli.admin_client import Admin, tls_hint
-from cluster.cli.commands.status import ROLES, fetch
+from cluster.cli.admin_client import Admin, controller_at, fetch_status
+from cluster.cli.commands.status import ROLES
 from cluster.control.scaling.pools import check_targets, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError, UnavailableError
-from tandem.rpc.grpc_errors import error_from_rpc
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2
 
 WATCH_S = 0.5
 ANSWER_S = 5.0
@@ -72,7 +68,7 @@ async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
 
 
 async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
-    workers = [worker.info for worker in (await fetch(admin)).workers if model in ("", worker.info.model)]
+    workers = [worker.info for worker in (await fetch_status(admin)).workers if model in ("", worker.info.model)]
     split = ratio_split(prefill, decode, len(workers))
     roles = [ROLES[info.role] for info in workers]
     now = f"{roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)}"
@@ -155,18 +151,3 @@ async def _apply(admin: Admin, request: cluster_pb2.ApplyRequest) -> int:
     for change in answer.changes or ["nothing to do: the cluster already matches the spec"]:
         print(change)
     return 0
-
-
-@asynccontextmanager
-async def controller_at(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
-    """Raises the controller's error, or UnavailableError if it does not answer."""
-    async with admin.channel() as channel:
-        try:
-            yield cluster_pb2_grpc.ClusterStub(channel)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-                raise UnavailableError(
-                    f"--address: no controller answers at {admin.address}: is `tandem up` running{tls_hint(admin)}?",
-                    field="--address",
-                ) from None
-            raise error_from_rpc(error) from None

@@ -14,7 +14,7 @@ import grpc.aio
 from rich.console import Console
 from rich.text import Text
 
-from cluster.cli.admin_client import Admin, find_admin, tls_hint
+from cluster.cli.admin_client import Admin, fetch_status, find_admin
 from cluster.cli.console import console, fitted
 from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
@@ -23,7 +23,6 @@ from tandem.errors import UnavailableError
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
-TIMEOUT_S = 10.0
 ROUTERS_TIMEOUT_S = 3.0
 SHOWN_DECISIONS = 5
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
@@ -66,21 +65,7 @@ def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Pat
 
 
 async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, list[Snapshot]]:
-    return await asyncio.gather(fetch(admin), fetch_views(admin))
-
-
-async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
-    """Raises UnavailableError if no controller answers."""
-    async with admin.channel() as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        try:
-            return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(
-                f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
-                f"{tls_hint(admin)}?",
-                field="--address",
-            ) from None
+    return await asyncio.gather(fetch_status(admin), fetch_views(admin))
 
 
 async def fetch_views(admin: Admin) -> list[Snapshot]:
@@ -138,6 +123,7 @@ def to_json(
                 "restarts": router.restarts,
                 "http": router.http_address,
                 "grpc": router.grpc_address,
+                "joined": router.has_joined,
             }
             for router in status.routers
         ],
@@ -230,7 +216,7 @@ def show(
 ) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
     for router in status.routers:
-        state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
+        state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]{', joined' if router.has_joined else ''}"
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)

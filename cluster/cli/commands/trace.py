@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.admin_client import Admin, find_admin
+from cluster.cli.admin_client import TIMEOUT_S, Admin, controller_at, find_admin
 from cluster.cli.console import console
-from cluster.cli.request_trace import TIMEOUT_S, fetch, show, trace_error
-from tandem.v1 import cluster_pb2_grpc, trace_pb2
+from cluster.cli.request_trace import fetch, show
+from tandem.v1 import trace_pb2
 
 
 def run_trace(
@@ -45,12 +44,8 @@ def run_trace(
 
 
 async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]:
-    async with admin.channel() as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        try:
-            answer = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=limit), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise trace_error(error, admin) from None
+    async with controller_at(admin) as stub:
+        answer = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=limit), timeout=TIMEOUT_S)
     return list(answer.traces)
 
 

@@ -142,7 +142,8 @@ async def _up(source: SpecSource) -> int:
             screen.print(f"  OpenAI API  {scheme}://{http_address}/v1")
             screen.print(f"  gRPC        {grpc_address}")
         if not cluster.routers:
-            screen.print("  routers     none of its own: `python -m router --join` with the admin address adds one")
+            join = f"python -m router --join {cluster.admin_address} --cluster {spec.name} --name NAME"
+            screen.print(f"  routers     none of its own; to add one: {join}", markup=False, soft_wrap=True)
         elif spec.router.dashboard:
             screen.print(f"  dashboard   {scheme}://{cluster.http_address}/dashboard/")
         screen.print(f"  admin       {cluster.admin_address}   (tandem status)")

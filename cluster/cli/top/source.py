@@ -8,10 +8,9 @@ from typing import Self
 
 import grpc.aio
 
-from cluster.cli.admin_client import Admin, tls_hint
+from cluster.cli.admin_client import Admin, controller_error
 from cluster.cli.request_trace import fetch
 from cluster.cli.top.frame import TopFrame, build, parse_snapshot
-from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 
 TIMEOUT_S = 10.0
@@ -41,11 +40,7 @@ class FrameSource:
                 stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S), self._snapshots(stub)
             )
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(
-                f"--address: no controller answers at {self.admin.address} ({error.code().name}): is `tandem up` "
-                f"running{tls_hint(self.admin)}?",
-                field="--address",
-            ) from None
+            raise controller_error(error, self.admin) from None
         return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots])
 
     async def trace(self, request_id: str) -> trace_pb2.RequestTrace:

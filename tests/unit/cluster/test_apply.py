@@ -53,7 +53,7 @@ async def test_routers_are_told_what_concerns_them() -> None:
     source = SpecSource(load_spec(None, {}, {}), {})
     applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, source, set_log_level=levels.append)
     text = "router: {max_queued_requests: 9, dashboard: false}"
-    said = "routers, one after another: max_queued_requests, dashboard"
+    said = "routers, one after another: max_queued_requests 256 → 9, dashboard true → false"
     assert await applier.apply(text, dry_run=True) == (f"would set {said}",)
     assert routers.specs == []
     assert await applier.apply(text, dry_run=False) == (said,)

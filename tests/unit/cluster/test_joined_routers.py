@@ -115,6 +115,7 @@ async def test_a_router_that_leaves_during_a_change_is_not_waited_for(site: Site
 async def test_those_that_come_back_are_waited_for(site: Site) -> None:
     waiting = asyncio.create_task(site.routers.wait_for(["a", "b"]))
     async with site.joined("b", "b:1"):
+        await asyncio.sleep(0.05)
         assert not waiting.done()
         async with site.joined("a", "a:1"):
             async with asyncio.timeout(0.1):

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.cli import state_file
+from cluster.cli.admin_client import find_routed
 from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
 from cluster.cli.load.client import LoadClient
@@ -126,7 +126,7 @@ def find_target(flags: BenchFlags) -> Target:
     schemes = _SCHEMES[flags.api]
     given = None if flags.ca is None else str(flags.ca)
     if flags.url is None:
-        found = state_file.find_routed(flags.cluster)
+        found = find_routed(flags.cluster)
         ca = given or found.edge_ca
         scheme = schemes[0] if found.edge_ca is None else schemes[1]
         where = found.grpc if flags.api == "tandem" else f"{found.http}/v1"
