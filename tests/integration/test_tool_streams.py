@@ -22,7 +22,7 @@ from tests.integration.conftest import Routed, StartRouted
 from tests.integration.test_failover import retries
 
 EVERY = bool(os.environ.get("TANDEM_SOAK"))
-STREAMS, STEP, HANDOFF_KILLS = (200, 1, 50) if EVERY else (24, 12, 3)
+STREAMS, STEP, BATCH, HANDOFF_KILLS = (200, 1, 25, 50) if EVERY else (24, 12, 8, 3)
 TOGETHER = 8
 VOCAB = 300
 EOS = 2
@@ -137,7 +137,7 @@ async def test_clients_read_the_same_when_the_decode_worker_dies_at_any_token(ro
         for read in undisturbed:
             read.assert_valid()
         longest = max(len(read.choices) for read in undisturbed)
-        batches = [range(first, first + TOGETHER) for first in range(0, STREAMS, TOGETHER)]
+        batches = [range(first, first + BATCH) for first in range(0, STREAMS, BATCH)]
         ats = range(1, longest, STEP)
         rounds = itertools.product(ats, batches) if EVERY else zip(ats, itertools.cycle(batches), strict=False)
         for at, numbers in rounds:
@@ -147,6 +147,7 @@ async def test_clients_read_the_same_when_the_decode_worker_dies_at_any_token(ro
             await kill_busiest(live, Role.DECODE)
             await reading
             assert [read.parts() for read in reads] == [undisturbed[number].parts() for number in numbers], at
+            print(f"at {at} of {longest}, {numbers}: equal")
         assert retries(live) > len(ats) / 2
 
 
