@@ -27,15 +27,17 @@ def check_tls(spec: ClusterSpec) -> list[str]:
             soon += _check_identity(spec.security.tls.of(identity), identity, spec.name)
         if spec.control.backend == "ray" and spec.control.ray_address is None:
             _check_ray(spec.security.tls.of(Identity.CONTROLLER))
-    if spec.router.tls is not None:
+    if spec.router.tls is not None and spec.router.replicas:
         edge_context(spec.router.tls)
         soon += _check_dates(spec.router.tls.cert, "router.tls.cert")
     return soon
 
 
 def _needed_here(spec: ClusterSpec, files: TlsSpec) -> list[Identity]:
-    """Identities whose files this host needs. Workers on other hosts have their own files."""
-    needed = [Identity.CONTROLLER, Identity.ROUTER]
+    """Identities whose files this host needs. Workers on other hosts, and routers that join, have their own files."""
+    needed = [Identity.CONTROLLER]
+    if spec.router.replicas:
+        needed.append(Identity.ROUTER)
     if spec.control.ray_address is None or Path(files.of(Identity.WORKER).cert).exists():
         needed.append(Identity.WORKER)
     return needed

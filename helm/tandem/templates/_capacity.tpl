@@ -76,6 +76,11 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
 {{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds + cluster.router.drain_timeout_s + 10 to stop), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
 {{- end -}}
+{{- with .Values.routers.terminationGracePeriodSeconds -}}
+{{- if lt (float64 .) $ending -}}
+{{- fail (printf "routers.terminationGracePeriodSeconds: expected 0 (as the other pods) or at least %v (preStopSeconds + cluster.router.drain_timeout_s + 10 to stop), got %v" $ending .) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Places workers that need whole GPUs on nodes, the widest first, as their ranks share a node. Fails at the first one that

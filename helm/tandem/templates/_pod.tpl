@@ -117,7 +117,7 @@ livenessProbe:
 {{- end -}}
 {{- end -}}
 
-{{- /* Only pods with routers, and the head pod, have the keys and the edge's certificate. Args: (root, head, node or
+{{- /* Only pods with routers have the keys and the edge's certificate. Args: (root, head, node or
 router). A router's pod needs no model: the controller sends it the tokenizers. */ -}}
 {{- define "tandem.volumeMounts" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
@@ -131,7 +131,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- if include "tandem.internalSecret" . }}
 - {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
 {{- end }}
-{{- if has $component (list "head" "router") }}
+{{- if eq $component (include "tandem.edge" $root) }}
 {{- if include "tandem.edgeSecret" $root }}
 - {name: tls-edge, mountPath: /etc/tandem-tls/edge, readOnly: true}
 {{- end }}
@@ -170,7 +170,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 - name: tls-internal
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
 {{- end }}
-{{- if has $component (list "head" "router") }}
+{{- if eq $component (include "tandem.edge" $root) }}
 {{- with include "tandem.edgeSecret" $root }}
 - name: tls-edge
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
@@ -224,7 +224,9 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 serviceAccountName: {{ include "tandem.serviceAccount" $root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ $root.Values.terminationGracePeriodSeconds }}
+{{- $grace := $root.Values.terminationGracePeriodSeconds }}
+{{- if eq (index . 1) "router" }}{{ $grace = $root.Values.routers.terminationGracePeriodSeconds | default $grace }}{{ end }}
+terminationGracePeriodSeconds: {{ $grace }}
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
 {{- with $root.Values.imagePullSecrets }}

@@ -58,11 +58,12 @@
 {{- toYaml $spec -}}
 {{- end -}}
 
-{{- /* What the platform must mount into the pod. `tandem up` and `tandem doctor` report what is missing. Text with brackets or
+{{- /* What the platform must mount into the head pod. Router pods name missing files themselves. `tandem up` and `tandem doctor` report what is missing. Text with brackets or
 colons must be written by the YAML writer. */ -}}
 {{- define "tandem.requirements" -}}
 {{- $found := list -}}
-{{- with include "tandem.edgeSecret" . -}}
+{{- $ownRouters := not (include "tandem.routerPods" .) -}}
+{{- with and $ownRouters (include "tandem.edgeSecret" .) -}}
 {{- range $file := list "tls.crt" "tls.key" -}}
 {{- $found = append $found (dict "value" "tls.edge" "what" (printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file) "path" (print "/etc/tandem-tls/edge/" $file)) -}}
 {{- end -}}
@@ -73,7 +74,7 @@ colons must be written by the YAML writer. */ -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.auth -}}
-{{- if .existingSecret -}}
+{{- if and $ownRouters .existingSecret -}}
 {{- $found = append $found (dict "value" "auth.existingSecret" "what" (printf "Secret %s with %s" .existingSecret .key) "path" (print "/etc/tandem-keys/" .key)) -}}
 {{- end -}}
 {{- end -}}

@@ -179,6 +179,15 @@ def test_a_certificate_of_another_cluster_or_role_is_refused(tmp_path: Path) -> 
         check_tls(spec_for(folder, "east"))
 
 
+def test_files_of_routers_need_not_lie_where_none_is_started(tmp_path: Path) -> None:
+    """As in the chart's head pod, whose certificate has no role of a router."""
+    folder = make(tmp_path / "certs")
+    for name in ("router.pem", "edge.pem", "edge.key"):
+        (folder / name).unlink()
+    spec = spec_for(folder)
+    assert check_tls(spec.model_copy(update={"router": spec.router.model_copy(update={"replicas": 0})})) == []
+
+
 def test_workers_certificates_need_not_lie_where_only_the_controller_runs(tmp_path: Path) -> None:
     folder = make(tmp_path / "certs")
     (folder / "worker.pem").unlink()

@@ -103,16 +103,16 @@ def test_a_router_may_call_what_it_needs_and_is_called_by_whom_it_should(render:
             for rule in policy.get(direction, []):
                 if not rule.get(peers) or any(selects(each.get("podSelector", {}), pod(there)) for each in rule[peers]):
                     found += [str(port["port"]) for port in rule["ports"]] if "ports" in rule else ["any"]
-        return found
+        return [port for port in found if port != "53"]  # names
 
-    for there in ("head", "node"):
-        assert "any" in opens("egress", "router", there)
-        assert "any" in opens("ingress", there, "router")
+    assert opens("egress", "router", "node") == opens("ingress", "node", "router") == ["any"]
+    assert set(opens("egress", "router", "head")) == set(opens("ingress", "head", "router")) == {"admin"}
+    assert "any" not in opens("egress", "node", "router"), "workers call nobody there"
     assert "redis" in opens("egress", "router", "valkey")
     assert "redis" in opens("ingress", "valkey", "router")
     assert "control" in opens("ingress", "router", "head")
     assert "control" not in opens("ingress", "router", "test")
-    assert "any" in opens("egress", "head", "router")
+    assert set(opens("egress", "head", "router")) == {"control", "443"}, "443 is the model hub"
     assert {"http", "grpc"} <= set(opens("ingress", "router", "test"))
     assert "443" not in opens("egress", "router", "elsewhere"), "it pulls no model"
 
@@ -133,6 +133,10 @@ def test_each_pod_has_the_roles_and_files_that_it_needs(render: Render) -> None:
     pod = template_of(manifests)["spec"]
     secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
     assert secrets == {"test-tandem-router-tls", "test-tandem-edge-tls", "tandem-keys", "tandem-valkey-tls"}
+    head = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["spec"]
+    assert not {"test-tandem-edge-tls", "tandem-keys"} & {
+        volume["secret"]["secretName"] for volume in head["volumes"] if "secret" in volume
+    }
     assert "initContainers" not in pod
     mounts = {mount["mountPath"] for mount in container_of(manifests)["volumeMounts"]}
     spec = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"])
@@ -161,6 +165,7 @@ def test_a_restart_of_the_head_is_none_of_the_routers(render: Render) -> None:
         ("tls.internal.certManager.enabled=false", "tls.internal: expected existingSecret or certManager.enabled"),
         ("routers.pod.env[0].name=POD_NAME", "routers.pod.env[0].name: expected another name than POD_NAME"),
         ("routers.autoscaling.max=9", "additional properties 'max' not allowed"),
+        ("routers.terminationGracePeriodSeconds=5", "routers.terminationGracePeriodSeconds: expected 0"),
     ],
 )
 def test_what_cannot_work_is_refused(refusal: Callable[..., str], setting: str, said: str) -> None:
