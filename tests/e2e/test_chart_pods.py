@@ -30,8 +30,10 @@ from tandem.config.spec import DEMO_MODEL
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD_IP, NODE_IP, VALKEY_IP = "10.77.0.1", "10.77.0.2", "10.77.0.3"
+HEAD_IP, VALKEY_IP = "10.77.0.1", "10.77.0.3"
 ROUTER_IPS = ("10.77.0.4", "10.77.0.5", "10.77.0.6")
+NODE_IPS = ("10.77.0.2", "10.77.0.7", "10.77.0.8")
+NODE_IP = NODE_IPS[0]
 MOST_RESTARTS = 3  # of one pod
 SERVICE_NAMES = {
     "test-tandem-head-svc.serving.svc.cluster.local": HEAD_IP,
@@ -68,29 +70,36 @@ def run(*command: str) -> str:
 
 @dataclass
 class Machines:
-    """Two network namespaces, `head` and `node`, which has the Valkey pod's address too: the head's Ray takes port 6379
-    of every address."""
+    """Network namespaces at one switch: the head's, and one for each node. The first node's has the addresses of the
+    Valkey pod and of routers too: the head's Ray takes port 6379 of every address."""
 
     prefix: str
-    names: tuple[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.names = (f"{self.prefix}-head", f"{self.prefix}-node")
+        self.head = f"{self.prefix}-head"
+        self.nodes = [f"{self.prefix}-node{number}" for number in range(len(NODE_IPS))]
+        self.switch = f"{self.prefix}-switch"
 
     def build(self) -> None:
-        for name in self.names:
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        head, node = self.names
-        cable = f"{self.prefix}h", f"{self.prefix}n"
-        run("ip", "link", "add", cable[0], "netns", head, "type", "veth", "peer", "name", cable[1], "netns", node)
-        for name, end, addresses in ((head, cable[0], (HEAD_IP,)), (node, cable[1], (NODE_IP, VALKEY_IP, *ROUTER_IPS))):
-            for address in addresses:
-                run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
-            run("ip", "-n", name, "link", "set", end, "up")
+        run("ip", "netns", "add", self.switch)
+        run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        self._plug_in(self.head, HEAD_IP)
+        for name, address in zip(self.nodes, NODE_IPS, strict=True):
+            self._plug_in(name, address, *((VALKEY_IP, *ROUTER_IPS) if name == self.nodes[0] else ()))
+
+    def _plug_in(self, name: str, *addresses: str) -> None:
+        run("ip", "netns", "add", name)
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        port = name.removeprefix(f"{self.prefix}-")
+        run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", self.switch)
+        run("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
+        for address in addresses:
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        run("ip", "-n", name, "link", "set", "eth0", "up")
 
     def destroy(self) -> None:
-        for name in self.names:
+        for name in (self.head, *self.nodes, self.switch):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
@@ -101,9 +110,17 @@ class Pod:
     """
 
     def __init__(
-        self, name: str, machine: str, ip: str, container: Manifest, folder: Path, files: dict[str, str]
+        self,
+        name: str,
+        machine: str,
+        ip: str,
+        container: Manifest,
+        folder: Path,
+        files: dict[str, str],
+        tree: Path = ROOT,
     ) -> None:
         self.name, self.machine, self.ip, self.folder, self._container = name, machine, ip, folder, container
+        self.tree, self.template, self.is_ending = tree, "", False
         self.termination_log = folder / "termination-log"
         self._paths = {
             "/etc/tandem/": f"{folder}/etc/",
@@ -148,7 +165,7 @@ class Pod:
             "XDG_RUNTIME_DIR": f"{self.folder.parent}/r{self.name[0]}",  # one path in every pod of a kind
             "RAY_TMPDIR": f"{self.folder}/ray",
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(self.tree),
             "PYTHONUNBUFFERED": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
@@ -226,24 +243,21 @@ class Deployment:
     pods: dict[str, Pod] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     seen: set[int] = field(default_factory=set)
+    tree: Path = ROOT  # of pods that start: their image
+    _started: int = 0
 
     def start(self) -> None:
         config = self.manifests["ConfigMap", "test-tandem"]["data"]
         ray = self.manifests["RayCluster", "test-tandem"]["spec"]
         head, (nodes,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
         valkey = self.manifests["Deployment", "test-tandem-valkey"]["spec"]
-        head_machine, node_machine = self.machines.names
-        for name, machine, ip, group in (
-            ("valkey", node_machine, VALKEY_IP, valkey),
-            ("head", head_machine, HEAD_IP, head),
-            ("node", node_machine, NODE_IP, nodes),
-        ):
-            (container,) = group["template"]["spec"]["containers"]
-            self.pods[name] = Pod(name, machine, ip, container, self.folder / name[0], config)
-            command = {} if name == "valkey" else _kuberay_env(ray, group, container, is_head=name == "head")
-            if name == "node":  # KubeRay's own init container
-                self.wait(self.ray_answers, 90.0)
-            self.pods[name].start(self._given | command)
+        (container,) = valkey["template"]["spec"]["containers"]
+        self.pods["valkey"] = Pod("valkey", self.machines.nodes[0], VALKEY_IP, container, self.folder / "v", config)
+        self.pods["valkey"].start(self._given)
+        self.start_head()
+        self.wait(self.ray_answers, 90.0)  # KubeRay's own init container of nodes
+        for number in range(nodes["replicas"]):
+            self.start_node(number)
         for number in range(self._router_replicas):
             self.add_router(number)
 
@@ -257,20 +271,31 @@ class Deployment:
         found = self.manifests.get(("Deployment", "test-tandem-router"))
         return 0 if found is None else int(found["spec"]["replicas"])
 
-    def replace_head(self) -> Pod:
-        """Another head pod, with folders of its own."""
+    def start_head(self) -> Pod:
+        """A head pod, with folders of its own."""
+        group = self.manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]
+        return self._start_ray("head", self.machines.head, HEAD_IP, group)
+
+    def start_node(self, number: int) -> Pod:
+        (group,) = self.manifests["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"]
+        name = f"node{number or ''}"
+        return self._start_ray(name, self.machines.nodes[number], NODE_IPS[number], group)
+
+    def _start_ray(self, name: str, machine: str, ip: str, group: Manifest) -> Pod:
         ray = self.manifests["RayCluster", "test-tandem"]["spec"]
-        group = ray["headGroupSpec"]
         (container,) = group["template"]["spec"]["containers"]
         config = self.manifests["ConfigMap", "test-tandem"]["data"]
-        self.pods["head"] = pod = Pod("head", self.machines.names[0], HEAD_IP, container, self.folder / "i", config)
-        pod.start(self._given | _kuberay_env(ray, group, container, is_head=True))
+        self._started += 1
+        pod = Pod(name, machine, ip, container, self.folder / f"{name[0]}{self._started}", config, self.tree)
+        pod.template = group["template"]["metadata"].get("annotations", {}).get("tandem/template", "")
+        self.pods[name] = pod
+        pod.start(self._given | _kuberay_env(ray, group, container, is_head=name == "head"))
         return pod
 
     def add_router(self, number: int) -> Pod:
         (container,) = self.manifests["Deployment", "test-tandem-router"]["spec"]["template"]["spec"]["containers"]
-        machine, name = self.machines.names[1], f"router-{'abc'[number]}"
-        self.pods[name] = pod = Pod(name, machine, ROUTER_IPS[number], container, self.folder / name[-1], {})
+        machine, name = self.machines.nodes[0], f"router-{'abc'[number]}"
+        self.pods[name] = pod = Pod(name, machine, ROUTER_IPS[number], container, self.folder / name[-1], {}, self.tree)
         pod.start({})
         return pod
 
@@ -542,7 +567,7 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
         answered = clients.answers
         time.sleep(8.0)  # without a head
         assert clients.answers > answered
-        head = deployment.replace_head()
+        head = deployment.start_head()
         deployment.wait(lambda: head.probe("readinessProbe"), 90.0)
         both = {"router-a": "ready", "router-b": "ready"}
         deployment.wait(lambda: head.execute(["tandem", "status"]).returncode == 0 and states(deployment) == both, 60.0)

@@ -70,6 +70,17 @@
 {{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, because auth.existingSecret is set" -}}
 {{- end -}}
 {{- include "tandem.checkRouters" . -}}
+{{- if eq .Values.upgrade.strategy "rolling" -}}
+{{- if not (include "tandem.routerPods" .) -}}
+{{- fail "upgrade.strategy: expected recreate without routers in pods of their own: a new head pod would end their requests; set routers.replicas, or routers.autoscaling" -}}
+{{- end -}}
+{{- if not .Values.ray.gcsFaultTolerance.enabled -}}
+{{- fail "upgrade.strategy: expected recreate without ray.gcsFaultTolerance: a new head pod would end every worker; set ray.gcsFaultTolerance.enabled" -}}
+{{- end -}}
+{{- if .Values.node.onHead -}}
+{{- fail "upgrade.strategy: expected recreate with node.onHead: a new head pod would end the workers in it; set node.onHead: false" -}}
+{{- end -}}
+{{- end -}}
 {{- include "tandem.checkPods" . -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.rollout import Wanted
 from router.joining import JoinOptions, add_arguments
 from tandem.rpc.identity import Identity
 
@@ -129,6 +130,7 @@ def test_each_pod_has_the_roles_and_files_that_it_needs(render: Render) -> None:
         "head": {Identity.CONTROLLER, Identity.WORKER, Identity.ADMIN},
         "node": {Identity.WORKER},
         "router": {Identity.ROUTER},
+        "roll": {Identity.ADMIN},
     }
     pod = template_of(manifests)["spec"]
     secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
@@ -161,7 +163,10 @@ def test_a_restart_of_the_head_is_none_of_the_routers(render: Render) -> None:
         ("routers.autoscaling.maxReplicas=1", "routers.autoscaling.maxReplicas: expected at least minReplicas (2)"),
         ("routers.autoscaling.cpuPercent=0", "routers.autoscaling: expected cpuPercent, queuedRequests or metrics"),
         ("routers.resources.requests.cpu=null", "routers.resources.requests.cpu: expected a quantity"),
-        ("redis.mode=embedded,ray.gcsFaultTolerance.enabled=false", "redis.mode: expected valkey or external"),
+        (
+            "redis.mode=embedded,ray.gcsFaultTolerance.enabled=false,upgrade.strategy=recreate",
+            "redis.mode: expected valkey or external",
+        ),
         ("tls.internal.certManager.enabled=false", "tls.internal: expected existingSecret or certManager.enabled"),
         ("routers.pod.env[0].name=POD_NAME", "routers.pod.env[0].name: expected another name than POD_NAME"),
         ("routers.autoscaling.max=9", "additional properties 'max' not allowed"),
@@ -224,3 +229,59 @@ def test_one_switch_gives_the_smallest_install_routers_of_its_own(render: Render
     assert spec["transfer"]["bind_host"] == "auto"
     head = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert head["readinessProbe"]["tcpSocket"] == {"port": "admin"}
+
+
+def roll_of(manifests: Manifests) -> tuple[str, dict[str, Any]]:
+    ((name, job),) = [(name, each["spec"]) for (kind, name), each in manifests.items() if kind == "Job"]
+    return name, job["template"]["spec"]
+
+
+def templates(manifests: Manifests) -> dict[str, str]:
+    ray = manifests["RayCluster", "test-tandem"]["spec"]
+    groups = {"head": ray["headGroupSpec"], "node": ray["workerGroupSpecs"][0]}
+    return {name: group["template"]["metadata"]["annotations"]["tandem/template"] for name, group in groups.items()}
+
+
+def test_a_job_replaces_the_pods_that_a_change_concerns_and_no_others(render: Render) -> None:
+    before = render(*PODS)
+    assert before["RayCluster", "test-tandem"]["spec"]["upgradeStrategy"] == {"type": "None"}
+    first, pod = roll_of(before)
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "cluster.rollout"]
+    asked = [Wanted.parse(part.removeprefix("--pods=")) for part in container["args"] if part.startswith("--pods=")]
+    assert asked == [Wanted("head", 1, templates(before)["head"]), Wanted("node", 2, templates(before)["node"])]
+    volumes = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+    assert volumes == ["test-tandem-roll-tls"]
+    role = before["Role", "test-tandem-roll"]["rules"]
+    assert role == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]}]
+    assert before["RoleBinding", "test-tandem-roll"]["subjects"][0]["name"] == pod["serviceAccountName"]
+
+    changed = {
+        "image.tag=next": {"head", "node"},
+        "node.pod.env[0].name=A": {"node"},
+        "cluster.security.auth.audit_log=stdout": {"head"},
+        "cluster.models[0].decode.workers=2": set(),
+        "cluster.log_level=debug": set(),
+        "routers.image.tag=next": set(),
+    }
+    for setting, concerned in changed.items():
+        after = render(*PODS, "--set", setting)
+        assert {name for name in ("head", "node") if templates(after)[name] != templates(before)[name]} == concerned
+        assert (roll_of(after)[0] != first) == bool(concerned), "a Job cannot change: another one needs another name"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "routers.autoscaling.enabled=false",
+            "upgrade.strategy: expected recreate without routers in pods of their own",
+        ),
+        ("ray.gcsFaultTolerance.enabled=false", "upgrade.strategy: expected recreate without ray.gcsFaultTolerance"),
+        ("node.onHead=true", "upgrade.strategy: expected recreate with node.onHead"),
+    ],
+)
+def test_a_rolling_change_that_would_be_an_outage_is_refused(
+    refusal: Callable[..., str], setting: str, said: str
+) -> None:
+    assert said in refusal(*PODS, "--set", setting)

@@ -38,6 +38,8 @@ SETS: dict[str, str] = {
     "scaled router pods": f"routers.autoscaling.enabled=true,{SEVERAL}",
     "scaled by the queue": f"routers.autoscaling.enabled=true,routers.autoscaling.queuedRequests=8,{SEVERAL}",
     "router pods with mutual TLS": f"routers.replicas=2,{TLS},tls.internal.routerSecret=r,tls.internal.nodeSecret=n",
+    "rolling upgrades": f"routers.replicas=2,{TLS},node.onHead=false,node.replicas=3,upgrade.strategy=rolling,"
+    "ray.gcsFaultTolerance.enabled=true,ray.gcsFaultTolerance.existingSecret=r",
     "2P:1D of width 4 on three nodes": f"{NODES},node.replicas=3,node.gpus=4,cluster.models[0].prefill.workers=2,"
     "cluster.models[0].prefill.tp=4,cluster.models[0].decode.tp=4",
     "one machine of two GPUs": f"{GPUS},node.gpus=2",

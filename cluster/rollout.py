@@ -1,0 +1,180 @@
+"""Replaces the pods of a release that have another template than they should, one after another: the chart's Job
+(`upgrade.strategy: rolling`) runs `python -m cluster.rollout`.
+
+The head comes first, so that the newest controller drains the nodes. A pod is replaced when all workers serve; one that
+is not ready, as after a change that cannot work, at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from cluster.cli.admin_client import Admin, fetch_status
+from cluster.kubernetes import KubernetesApi, Pod
+from tandem.config.spec import TlsSpec
+from tandem.errors import ConfigError, TandemError, UnavailableError
+from tandem.text.words import plural
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+
+
+class Pods(Protocol):
+    def list(self) -> list[Pod]: ...
+    def delete(self, pod: Pod) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Pods of a component as they should be."""
+
+    component: str
+    count: int
+    template: str
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        component, _, rest = text.partition(":")
+        count, _, template = rest.partition(":")
+        if not component or not count.isdigit() or not template:
+            raise argparse.ArgumentTypeError(f"expected COMPONENT:COUNT:TEMPLATE, got {text!r}")
+        return cls(component, int(count), template)
+
+
+class Rollout:
+    """`unready`: names the workers that do not serve; empty if all do. Raises TandemError if it cannot be known."""
+
+    def __init__(
+        self,
+        pods: Pods,
+        unready: Callable[[], Awaitable[str]],
+        wanted: Sequence[Wanted],
+        step_timeout_s: float,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._pods = pods
+        self._unready = unready
+        self._wanted = wanted
+        self._step_timeout_s = step_timeout_s
+        self._poll_s = poll_s
+        self._seen: list[Pod] = []
+
+    async def run(self) -> int:
+        """Returns how many pods were replaced. Raises UnavailableError if one step takes too long: pods that were not
+        reached keep their template."""
+        replaced = 0
+        for each in self._wanted:
+            await self._until(self._unlisted, "at the start")
+            while (pod := self._outdated(each)) is not None:
+                if pod.is_ready:
+                    await self._until(self._unsettled, f"before {pod.name} is replaced")
+                log.info("replacing %s (%s)", pod.name, each.component)
+                await self._until(partial(self._undeleted, pod), f"to delete {pod.name}")
+                await self._until(partial(self._remaining, pod), f"after {pod.name} was deleted")
+                replaced += 1
+        await self._until(self._unsettled, "at the end")
+        return replaced
+
+    def _outdated(self, wanted: Wanted) -> Pod | None:
+        """One that is not ready, else any."""
+        outdated = [
+            pod
+            for pod in self._seen
+            if pod.component == wanted.component and pod.template != wanted.template and not pod.is_ending
+        ]
+        return min(outdated, key=lambda pod: (pod.is_ready, pod.name), default=None)
+
+    async def _unlisted(self) -> str:
+        self._seen = await asyncio.to_thread(self._pods.list)
+        return ""
+
+    async def _undeleted(self, pod: Pod) -> str:
+        await asyncio.to_thread(self._pods.delete, pod)
+        return ""
+
+    async def _remaining(self, pod: Pod) -> str:
+        await self._unlisted()
+        return f"{pod.name} is ending" if any(each.uid == pod.uid for each in self._seen) else ""
+
+    async def _unsettled(self) -> str:
+        """Why the next pod must wait; empty if it need not."""
+        await self._unlisted()
+        for wanted in self._wanted:
+            ready = [
+                pod for pod in self._seen if pod.component == wanted.component and pod.is_ready and not pod.is_ending
+            ]
+            if len(ready) < wanted.count:
+                return f"{len(ready)} of {plural(wanted.count, f'{wanted.component} pod')} ready"
+        return await self._unready()
+
+    async def _until(self, waits_for: Callable[[], Awaitable[str]], when: str) -> None:
+        """Returns when it gives no reason to wait, and raises nothing that may pass."""
+        loop = asyncio.get_running_loop()
+        last_s, said = loop.time() + self._step_timeout_s, ""
+        while True:
+            try:
+                reason = await waits_for()
+            except ConfigError:
+                raise
+            except TandemError as error:  # the controller or the API server is away
+                reason = error.message
+            if not reason:
+                return
+            if reason != said:
+                log.info("waiting: %s", reason)
+                said = reason
+            if loop.time() > last_s:
+                raise UnavailableError(
+                    f"stopped after {self._step_timeout_s:g} s {when}: {reason}; the other pods keep their template: "
+                    "`helm rollback`, or mend it and `helm upgrade`"
+                )
+            await asyncio.sleep(self._poll_s)
+
+
+async def unready_workers(admin: Admin) -> str:
+    workers = (await fetch_status(admin)).workers
+    names = [f"{each.info.worker_id} is {each.state}" for each in workers if each.state != "ready"]
+    return ", ".join(names) if workers else "the cluster has no worker yet"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.rollout", description="Replaces outdated pods, one by one."
+    )
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--release", required=True, help="the Helm release")
+    parser.add_argument("--pods", action="append", type=Wanted.parse, required=True, metavar="COMPONENT:COUNT:TEMPLATE")
+    parser.add_argument("--controller", required=True, metavar="HOST:PORT", help="the controller's admin address")
+    parser.add_argument("--step-timeout", type=float, default=1800.0, metavar="SECONDS")
+    parser.add_argument("--api", metavar="URL", help="the API server (default: that of this pod)")
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"security.tls.{name}, with the role admin")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    files = {"cert": given.tls_cert, "key": given.tls_key, "ca": given.tls_ca}
+    admin = Admin(given.controller, TlsSpec(**files) if given.tls_cert else None)
+    try:
+        api = (
+            KubernetesApi(given.api, given.namespace, given.release)
+            if given.api
+            else KubernetesApi.of_this_pod(given.namespace, given.release)
+        )
+        rollout = Rollout(api, lambda: unready_workers(admin), given.pods, given.step_timeout)
+        replaced = asyncio.run(rollout.run())
+    except TandemError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    log.info("done: %s replaced", plural(replaced, "pod"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
