@@ -1,6 +1,6 @@
 """`python -m cluster.control FILE`: the controller, a child of the keeper. FILE is its launch file.
 
-Exit code 0: the cluster was asked to stop, and has. Any other: the keeper starts another controller, which takes over.
+Exit code 0: the cluster was asked to stop, and has. Any other: another controller takes over, usually of this keeper.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 FAILED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 2
 LOST_EXIT_CODE = 3  # the keeper or the backend was lost, or another controller took over
+LEFT_EXIT_CODE = 4  # it was asked to leave what runs to the controller of another keeper
 
 
 class ReportHandler(logging.Handler):
@@ -81,8 +82,12 @@ class ControllerProcess:
             else:
                 code = serving.result()
             return code
-        except asyncio.CancelledError:
-            code = 0  # this process was asked to end
+        except asyncio.CancelledError:  # this process was asked to end
+            if self._launch.spec.control.when_stopped == "leave" and (self._has_served or not controller.is_new):
+                log.info("this controller ends, and what runs goes on")
+                code = LEFT_EXIT_CODE
+                return code
+            code = 0
             raise
         except Exception:
             log.exception("this controller ends by a bug")

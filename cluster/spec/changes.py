@@ -56,7 +56,9 @@ def _matches(field: str, patterns: tuple[str, ...]) -> bool:
 
 def decides_nothing(field: str, old: ClusterSpec, new: ClusterSpec) -> bool:
     """Whether no running part depends on this fixed field: a controller with an `advertised_address` may listen
-    elsewhere, and ports of routers matter only if the cluster starts some."""
+    elsewhere, ports of routers matter only if the cluster starts some, and how a controller ends is its own affair."""
+    if field == "control.when_stopped":
+        return True
     if field in ("control.admin_host", "control.admin_port"):
         return old.control.advertised_address is not None
     return _matches(field, FIXED) and not (old.router.replicas or new.router.replicas) and "tls" not in field

@@ -526,6 +526,21 @@ class ControlSpec(Frozen):
         description="A worker that is removed or restarted waits this long for its requests to end or move. "
         "The remaining requests then migrate, as after the loss of a worker.",
     )
+    when_stopped: Literal["end", "leave"] = Field(
+        "end",
+        description="What a signal to `tandem up` means for workers. end: they end too. leave: they serve on, with "
+        "routers that joined, and the next controller takes them over. leave needs ray_address: a local Ray ends with "
+        "tandem up.",
+    )
+
+    @model_validator(mode="after")
+    def _workers_can_be_left(self) -> ControlSpec:
+        if self.when_stopped == "leave" and (self.backend != "ray" or self.ray_address is None):
+            raise ValueError(
+                "control.when_stopped: expected end without control.ray_address: workers end with `tandem up` then, "
+                "so it cannot leave them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _devices_are_of_this_machine(self) -> ControlSpec:

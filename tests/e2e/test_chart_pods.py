@@ -4,10 +4,12 @@ KubeRay and the kubelet would, each machine a network namespace with a cable bet
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from tandem.config.spec import DEMO_MODEL
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERY = bool(os.environ.get("TANDEM_SOAK"))
 HEAD_IP, VALKEY_IP = "10.77.0.1", "10.77.0.3"
 ROUTER_IPS = ("10.77.0.4", "10.77.0.5", "10.77.0.6")
 NODE_IPS = ("10.77.0.2", "10.77.0.7", "10.77.0.8")
@@ -52,13 +56,21 @@ VALUES: dict[str, Any] = {
     "redis": {"mode": "valkey", "valkey": {"auth": {"existingSecret": "tandem-valkey"}}},
 }
 
-ROUTER_PODS = {
+ROUTER_PODS: dict[str, Any] = {
     "cluster": VALUES["cluster"] | {"router": {"disaggregation": "always", "drain_timeout_s": 20}},
     "routers": {"replicas": 2},
     "node": VALUES["node"] | {"onHead": False, "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "4Gi"}}},
     "preStopSeconds": 1,
     "redis": VALUES["redis"],
     "ray": {"gcsFaultTolerance": {"enabled": True, "existingSecret": "tandem-ray"}},
+}
+
+# A CPU for each of three workers, so that a node that ends leaves a decode worker.
+ROLLING = ROUTER_PODS | {
+    "cluster": ROUTER_PODS["cluster"]
+    | {"models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 2}}]},
+    "node": {"onHead": False, "replicas": 3, "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "4Gi"}}},
+    "upgrade": {"strategy": "rolling"},
 }
 
 Manifest = dict[str, Any]
@@ -222,9 +234,13 @@ class Pod:
     def terminate(self, grace_s: float) -> int:
         """preStop, the image's STOPSIGNAL, and what is left after the grace is killed (which fails the test)."""
         assert self.process is not None
+        stop = signal.SIGINT
         if hook := self._container.get("lifecycle", {}).get("preStop"):
-            assert self.execute(hook["exec"]["command"]).returncode == 0
-        self.process.send_signal(signal.SIGINT)
+            command = hook["exec"]["command"]
+            if command[0] == "/bin/bash":  # a node's, which ends the pod's process 1
+                command, stop = ["/bin/bash", "-c", command[-1].partition(";")[0]], signal.SIGTERM
+            assert self.execute(command).returncode == 0
+        self.process.send_signal(stop)
         return self.process.wait(grace_s)
 
     @property
@@ -249,7 +265,7 @@ class Deployment:
     def start(self) -> None:
         config = self.manifests["ConfigMap", "test-tandem"]["data"]
         ray = self.manifests["RayCluster", "test-tandem"]["spec"]
-        head, (nodes,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
+        (nodes,) = ray["workerGroupSpecs"]
         valkey = self.manifests["Deployment", "test-tandem-valkey"]["spec"]
         (container,) = valkey["template"]["spec"]["containers"]
         self.pods["valkey"] = Pod("valkey", self.machines.nodes[0], VALKEY_IP, container, self.folder / "v", config)
@@ -398,12 +414,16 @@ def _kuberay_env(ray: Manifest, group: Manifest, container: Manifest, *, is_head
 @pytest.fixture
 def manifests(tmp_path: Path, request: pytest.FixtureRequest) -> dict[tuple[str, str], Manifest]:
     pull(DEMO_MODEL)  # the machines have no way out
+    return rendered(getattr(request, "param", VALUES), tmp_path)
+
+
+def rendered(given: Manifest, folder: Path) -> dict[tuple[str, str], Manifest]:
     helm = run(str(ROOT / "scripts" / "fetch-helm.sh")).strip()
-    values = tmp_path / "values.yaml"
-    values.write_text(yaml.safe_dump(getattr(request, "param", VALUES)))
+    values = folder / "values.yaml"
+    values.write_text(yaml.safe_dump(given))
     chart = str(ROOT / "helm" / "tandem")
-    rendered = run(helm, "template", "test", chart, "--namespace", "serving", "--values", str(values))
-    found = [manifest for manifest in yaml.safe_load_all(rendered) if manifest]
+    text = run(helm, "template", "test", chart, "--namespace", "serving", "--values", str(values))
+    found = [manifest for manifest in yaml.safe_load_all(text) if manifest]
     return {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in found}
 
 
@@ -592,3 +612,176 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
     deployment.note_processes()
     assert head.terminate(60.0) == 0, head.log
     assert deployment.tandem_processes() == []
+
+
+class Operator:
+    """KubeRay, the kubelets and the API server, as far as a rollout meets them: it lists Ray's pods with their readiness, and
+    deletes one, which ends with its grace and is followed by another of the present template."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._ready: dict[Pod, bool] = {}
+        self._ended = threading.Event()
+        self.deleted: list[str] = []
+        self.problems: list[str] = []
+        self._threads = [threading.Thread(target=self._probe), threading.Thread(target=self._serve)]
+        self._listening = threading.Event()
+        for thread in self._threads:
+            thread.start()
+        assert self._listening.wait(10)
+
+    def _pods(self) -> dict[str, Pod]:
+        return {name: pod for name, pod in self._deployment.pods.items() if name.startswith(("head", "node"))}
+
+    def _probe(self) -> None:
+        while not self._ended.wait(1.0):
+            for pod in self._pods().values():
+                self._ready[pod] = pod.probe("readinessProbe")
+
+    def _serve(self) -> None:
+        operator = self
+        with Path(f"/var/run/netns/{self._deployment.machines.head}").open("rb") as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET, of this thread
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer({"items": [operator.shown(*pod) for pod in operator._pods().items()]})
+
+            def do_DELETE(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                operator.delete(self.path.rpartition("/")[2])
+                self._answer({})
+
+            def _answer(self, body: Manifest) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        with HTTPServer((HEAD_IP, 8443), Handler) as server:
+            server.timeout = 0.2
+            self._listening.set()
+            while not self._ended.is_set():
+                server.handle_request()
+
+    def shown(self, name: str, pod: Pod) -> Manifest:
+        """As Kubernetes has it."""
+        metadata = {
+            "name": name,
+            "uid": str(pod.folder),
+            "labels": {"app.kubernetes.io/component": name[:4]},
+            "annotations": {"tandem/template": pod.template},
+        }
+        if pod.is_ending:
+            metadata["deletionTimestamp"] = "now"
+        condition = {"type": "Ready", "status": str(self._ready.get(pod, False))}
+        return {"metadata": metadata, "status": {"conditions": [condition]}}
+
+    def delete(self, name: str) -> None:
+        pod = self._deployment.pods[name]
+        pod.is_ending = True
+        self.deleted.append(name)
+        thread = threading.Thread(target=self._replace, args=(name, pod))
+        self._threads.append(thread)
+        thread.start()
+
+    def _replace(self, name: str, pod: Pod) -> None:
+        try:
+            pod.terminate(120.0)
+        except Exception as error:
+            self.problems.append(f"{name} did not end: {error}")
+            assert pod.process is not None
+            pod.process.kill()
+        if name == "head":
+            self._deployment.start_head()
+        else:
+            self._deployment.start_node(int(name[4:] or 0))
+
+    def close(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def earlier_release(tmp_path: Path) -> Path:
+    """This tree as one minor version before."""
+    tree = tmp_path / "earlier"
+    for package in (
+        "cluster",
+        "decode_worker",
+        "kvtransfer",
+        "planner",
+        "prefill_worker",
+        "router",
+        "tandem",
+        "worker",
+    ):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    version = tree / "tandem" / "version.py"
+    text = version.read_text()
+    assert 'return version("tandem-serve")' in text
+    version.write_text(text.replace('return version("tandem-serve")', 'return "0.0.9"'))
+    return tree
+
+
+@pytest.mark.parametrize("manifests", [ROLLING], indirect=True, ids=["three nodes"])
+def test_another_image_comes_to_one_pod_after_another_and_no_request_fails(
+    deployment: Deployment, earlier_release: Path, tmp_path: Path
+) -> None:
+    """The head, three nodes and two routers of the release before become those of this one."""
+    deployment.tree = earlier_release
+    deployment.start()
+    head = deployment.pods["head"]
+    deployment.wait(lambda: head.probe("readinessProbe"), 60.0)
+    routers = [deployment.pods[f"router-{name}"] for name in "ab"]
+    deployment.wait(lambda: all(router.probe("readinessProbe") for router in routers), 150.0)
+    assert deployment.status()["version"] == "0.0.9"
+    deployment.tree = ROOT
+    deployment.manifests = rendered(ROLLING | {"image": {"tag": "next"}}, tmp_path)
+    ((job,),) = [[each["spec"] for (kind, _), each in deployment.manifests.items() if kind == "Job"]]
+    (container,) = job["template"]["spec"]["containers"]
+    clients, operator = Clients(deployment), Operator(deployment)
+    rollout: subprocess.Popen[bytes] | None = None
+    try:
+        deployment.wait(lambda: clients.answers >= 4, 60.0)
+        log = (deployment.folder / "rollout").open("wb")
+        command = [sys.executable, *container["command"][1:], *container["args"], f"--api=http://{HEAD_IP}:8443"]
+        given = [part.replace("test-tandem-control.serving.svc", HEAD_IP) for part in command]
+        rollout = subprocess.Popen(
+            ["ip", "netns", "exec", deployment.machines.head, *given], stdout=log, stderr=log,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        deadline = time.monotonic() + 900.0
+        while rollout.poll() is None and time.monotonic() < deadline:
+            deployment.note_processes()
+            time.sleep(1.0)
+        said = (deployment.folder / "rollout").read_text()
+        assert rollout.poll() == 0, said + deployment.logs
+        assert operator.deleted == ["head", "node", "node1", "node2"], said
+        assert {pod.template for pod in operator._pods().values()} == {
+            part.rpartition(":")[2] for part in container["args"] if part.startswith("--pods=")
+        }
+        for number, name in ((2, "a"), (0, "b")):  # the Deployment's own rollout
+            deployment.add_router(number)
+            deployment.wait(lambda: all(state == "ready" for state in states(deployment).values()), 60.0)
+            gone = deployment.pods.pop(f"router-{name}")
+            time.sleep(1.0)
+            assert gone.terminate(60.0) == 0, gone.log
+        wanted = 10_000 if EVERY else 0
+        deployment.wait(lambda: clients.answers >= wanted, 3600.0)
+    finally:
+        clients.close()
+        operator.close()
+        if rollout is not None and rollout.poll() is None:
+            rollout.kill()
+            rollout.wait()
+    print(f"{clients.answers} answered, {len(clients.failures)} failed")
+    assert (clients.failures, operator.problems) == ([], [])
+    status = deployment.status()
+    assert status["version"] != "0.0.9"
+    for worker in status["workers"]:
+        blocks = worker["blocks"]
+        assert blocks["free"] + blocks["cached"] + blocks["leased"] + blocks["in_use"] == blocks["total"]

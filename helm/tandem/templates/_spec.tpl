@@ -6,7 +6,7 @@
   "router.http_host" "" "router.http_port" "" "router.grpc_host" "" "router.grpc_port" ""
   "router.tls" "; use tls.edge" "security.tls" "; use tls.internal" "security.auth.keys_file" "; use auth.existingSecret"
   "transfer.bind_host" "" "transfer.tls" "; use tls.internal"
-  "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" "control.advertised_address" "" -}}
+  "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" "control.advertised_address" "" "control.when_stopped" "" -}}
 {{- range $path, $instead := $setByChart -}}
 {{- $at := $spec -}}
 {{- range $part := splitList "." $path -}}
@@ -34,6 +34,9 @@
 {{- if include "tandem.routerPods" . -}}
 {{- $_ := set $set.router "replicas" 0 -}}
 {{- $_ := set $set.control "advertised_address" (printf "%s-control.%s.svc:50050" (include "tandem.fullname" .) .Release.Namespace) -}}
+{{- end -}}
+{{- if and (include "tandem.routerPods" .) .Values.ray.gcsFaultTolerance.enabled (not .Values.node.onHead) -}}
+{{- $_ := set $set.control "when_stopped" "leave" -}}
 {{- end -}}
 {{- if .Values.gateway.inferencePool.enabled -}}
 {{- $_ := set $set "observability" (dict "metrics" (dict "model_server_protocol" true)) -}}
