@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from cryptography import x509
@@ -26,6 +27,9 @@ from tests.acceptance_results import AcceptanceResults
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hypothesis.settings.register_profile("tandem", deadline=None)  # no test depends on how fast something is
+hypothesis.settings.load_profile("tandem")
 
 collect_ignore = ["clients"]  # in an environment of their own: make clients
 WHOLE = {"e2e", "system"}  # folders whose tests share one cluster, or a port that a reader would use

@@ -4,6 +4,7 @@ KubeRay and the kubelet would, each machine a network namespace with a cable bet
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -615,8 +616,8 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
 
 
 class Operator:
-    """KubeRay, the kubelets and the API server, as far as a rollout meets them: it lists Ray's pods with their readiness, and
-    deletes one, which ends with its grace and is followed by another of the present template."""
+    """KubeRay, the kubelets and the API server, as far as a rollout meets them: lists Ray's pods with their readiness,
+    and deletes one, which ends with its grace and is followed by another of the present template."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -688,12 +689,15 @@ class Operator:
         thread.start()
 
     def _replace(self, name: str, pod: Pod) -> None:
+        assert pod.process is not None
+        family = [psutil.Process(pod.process.pid), *psutil.Process(pod.process.pid).children(recursive=True)]
         try:
             pod.terminate(120.0)
         except Exception as error:
             self.problems.append(f"{name} did not end: {error}")
-            assert pod.process is not None
-            pod.process.kill()
+        for process in family:  # the container's end is theirs
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if name == "head":
             self._deployment.start_head()
         else:
@@ -738,6 +742,7 @@ def test_another_image_comes_to_one_pod_after_another_and_no_request_fails(
     deployment.wait(lambda: head.probe("readinessProbe"), 60.0)
     routers = [deployment.pods[f"router-{name}"] for name in "ab"]
     deployment.wait(lambda: all(router.probe("readinessProbe") for router in routers), 150.0)
+    deployment.wait(lambda: head.execute(["tandem", "status"]).returncode == 0, 60.0)
     assert deployment.status()["version"] == "0.0.9"
     deployment.tree = ROOT
     deployment.manifests = rendered(ROLLING | {"image": {"tag": "next"}}, tmp_path)

@@ -173,7 +173,6 @@ def fuzz_method(channel: grpc.Channel, method: MethodDescriptor, seen: Counter[s
     @given(sent=streams(method))
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate, Phase.shrink],

@@ -227,7 +227,7 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     assert await metric(second, "tandem_requests_total") == ran, "its answer outlives the router"
     retries = await asyncio.gather(*(keyed(second, "broken", prompt) for _ in range(2)))
     assert retries[0].content == retries[1].content
-    assert [retry.headers.get("idempotency-replayed") for retry in retries] == [None, "true"]
+    assert {retry.headers.get("idempotency-replayed") for retry in retries} == {None, "true"}, "in either order"
     assert await metric(second, "tandem_requests_total") == ran + 1, "what the killed one had begun, once"
     await conserved(controller)
     await serves_again(first, restarts + 1)

@@ -193,5 +193,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.available() == counts.free + counts.cached
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlockPoolProperties = PoolMachine.TestCase

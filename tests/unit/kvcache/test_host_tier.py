@@ -230,5 +230,5 @@ def assert_distinct(slots: list[int], blocks: list[int], all_slots: Iterable[int
     assert set(blocks) <= set(all_blocks)
 
 
-TierMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestHostTierProperties = TierMachine.TestCase

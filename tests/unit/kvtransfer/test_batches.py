@@ -47,7 +47,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_batches_are_the_span(layout: KvPoolLayout, data: st.DataObject) -> None:
     span = data.draw(spans(layout))

@@ -81,7 +81,6 @@ def _rows(pool: PoolMap, span: PoolSpan) -> Iterator[Bytes]:
                     yield pool.blocks[block, layer, entry, head, :valid]
 
 
-@settings(deadline=None)
 @given(spans(), st.integers(0, 9))
 def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(read: PoolSpan, seed: int) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
@@ -92,7 +91,6 @@ def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(
     assert digest == source.digest(read, KEYS) == target.digest(write, KEYS) == by_definition(source_bytes, read)
 
 
-@settings(deadline=None)
 @given(spans())
 def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: PoolSpan) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
@@ -106,7 +104,6 @@ def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: PoolS
     assert np.array_equal(target_bytes.blocks, expected.blocks)
 
 
-@settings(deadline=None)
 @given(spans())
 def test_a_packed_span_has_canonical_bytes_the_spans_digest_and_a_way_back(span: PoolSpan) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
@@ -134,7 +131,7 @@ def test_a_write_over_host_memory_that_fails_changes_nothing() -> None:
     assert np.array_equal(target_bytes.blocks, expected.blocks)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(spans(), st.data())
 def test_every_flipped_bit_changes_the_digest(span: PoolSpan, data: st.DataObject) -> None:
     pool, seen = pool_of(3)
@@ -147,7 +144,7 @@ def test_every_flipped_bit_changes_the_digest(span: PoolSpan, data: st.DataObjec
     assert (pool.digest(span, KEYS) != before) is changed
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(spans(), st.data())
 def test_swapped_words_rows_and_blocks_change_the_digest(span: PoolSpan, data: st.DataObject) -> None:
     pool, seen = pool_of(4)
@@ -176,7 +173,6 @@ def test_sign_bits_of_two_words_do_not_cancel(key: int, other: int) -> None:
     assert key == other or keys.digest([words]) != DigestKeys(other, 4, CPU).digest([words])
 
 
-@settings(deadline=None)
 @given(spans())
 def test_fewer_tokens_layers_or_blocks_have_another_digest(span: PoolSpan) -> None:
     pool, _ = pool_of(6)

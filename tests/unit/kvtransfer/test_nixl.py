@@ -22,7 +22,7 @@ MakeWorker = Callable[..., FakeWorker]
 LAYOUT = KvPoolLayout(7, 3, 4, 4, 8, "float32")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_runs_are_the_span_in_canonical_order(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, unique=True))

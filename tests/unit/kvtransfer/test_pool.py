@@ -68,7 +68,7 @@ def canonical(pool: PoolMap, span: PoolSpan) -> bytes:
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("layout", [LAYOUT, BIG])
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: st.DataObject) -> None:
     span = data.draw(spans(layout))
@@ -80,7 +80,7 @@ def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: 
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("layout", [LAYOUT, BIG])
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.slow
 def test_a_span_can_be_read_and_written_any_number_of_cells_at_a_time(

@@ -211,7 +211,7 @@ def run(policy: Autoscaler, layout: PoolSizes, load: ModelLoad, looks: int, bias
 
 
 @given(layouts, loads, st.integers(0, 3), st.integers(0, 6), st.floats(0.7, 2.5), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_constant_load_never_makes_it_go_back_and_forth(
     here: PoolSizes, load: ModelLoad, fewer: int, more: int, bias: float, can_change_roles: bool
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_constant_load_never_makes_it_go_back_and_forth(
 
 
 @given(st.lists(st.sampled_from([LONG_PROMPTS, LONG_ANSWERS, LIGHT]), min_size=20, max_size=20))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_load_that_changes_faster_than_it_can_is_not_followed(changing: list[ModelLoad]) -> None:
     policy, layout, changes = autoscaler(limits(3, 3)), PoolSizes(2, 1), 0
     for look in range(200):

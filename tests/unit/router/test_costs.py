@@ -312,7 +312,7 @@ def arrivals_of(call: Call) -> list[Arrival]:
     return [Arrival(index, pieces, final) for index in range(len(call.prompts) * call.choices)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls)
 def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
     requests, answers = answers_to(call)

@@ -1,7 +1,7 @@
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.fair_turns import MAX_REMEMBERED, FairShares, FairTurns
@@ -46,7 +46,6 @@ def started(steps: list[Entry | str]) -> tuple[FairTurns[Entry], list[Entry]]:
     return queue, waiting
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_each_request_has_one_turn_in_the_order_of_its_tenants_line(steps: list[Entry | str]) -> None:
     queue, waiting = started(steps)
@@ -61,7 +60,6 @@ def test_each_request_has_one_turn_in_the_order_of_its_tenants_line(steps: list[
     assert len(queue) == 0
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(1, 60))
 def test_who_all_wait_are_served_by_weight_within_a_request_of_each(steps: list[Entry | str], turns: int) -> None:
     queue, _ = started(steps)
@@ -85,7 +83,6 @@ def test_who_all_wait_are_served_by_weight_within_a_request_of_each(steps: list[
         assert max(counts) - min(counts) <= 2 * LONGEST
 
 
-@settings(deadline=None)
 @given(STEPS, ENTRIES)
 def test_a_newcomer_waits_for_about_the_tokens_that_are_said_to_be_ahead(
     steps: list[Entry | str], newcomer: Entry
@@ -101,7 +98,6 @@ def test_a_newcomer_waits_for_about_the_tokens_that_are_said_to_be_ahead(
     assert abs(before - ahead) <= len(WEIGHTS) * 3 * LONGEST
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_nobody_starves_behind_newcomers_of_others(steps: list[Entry | str]) -> None:
     queue, _ = started(steps)

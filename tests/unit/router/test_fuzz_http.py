@@ -56,7 +56,6 @@ def fuzz_operation(
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
         max_examples=EXAMPLES if operation.body else min(EXAMPLES, 50),
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate, Phase.shrink],

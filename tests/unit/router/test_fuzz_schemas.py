@@ -112,7 +112,6 @@ def generated() -> list[dict[str, Any]]:
     @given(bodies)
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],

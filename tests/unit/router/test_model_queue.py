@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.model_queue import MIN_OBSERVATIONS, DrainRate
@@ -12,7 +12,6 @@ def run(rate: DrainRate, start_s: float, seconds: float, every_s: float, tokens:
     return start_s + steps * every_s
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 5.0), st.integers(1, 10_000))
 def test_a_steady_pace_is_what_is_measured(every_s: float, tokens: int) -> None:
     rate = DrainRate()

@@ -42,7 +42,7 @@ def by_definition(
     return logits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(params=PARAMS, prompt=TOKENS, answer=TOKENS, seed=st.integers(0, 99))
 def test_logits_change_by_the_definitions(
     params: SamplingParams, prompt: list[int], answer: list[int], seed: int

@@ -55,7 +55,7 @@ def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> floa
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(row=ROWS, params=PARAMS, position=st.integers(0, 2**20))
 def test_the_choice_is_the_definitions(row: Row, params: SamplingParams, position: int) -> None:
     assert choose(row, params, position).token_id == by_definition(row, params, position)

@@ -110,7 +110,7 @@ class Story:
         assert self.world.at_rest()
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=ACTIONS,
     blocks=st.integers(4, 20),

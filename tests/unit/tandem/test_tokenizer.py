@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
