@@ -312,7 +312,9 @@ class Deployment:
     def add_router(self, number: int) -> Pod:
         (container,) = self.manifests["Deployment", "test-tandem-router"]["spec"]["template"]["spec"]["containers"]
         machine, name = self.machines.nodes[0], f"router-{'abc'[number]}"
-        self.pods[name] = pod = Pod(name, machine, ROUTER_IPS[number], container, self.folder / name[-1], {}, self.tree)
+        self._started += 1
+        folder = self.folder / f"{name[-1]}{self._started}"
+        self.pods[name] = pod = Pod(name, machine, ROUTER_IPS[number], container, folder, {}, self.tree)
         pod.start({})
         return pod
 
@@ -612,6 +614,9 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
         assert deployment.pods.pop(name).terminate(60.0) == 0
     deployment.note_processes()
     assert head.terminate(60.0) == 0, head.log
+    assert "what runs goes on" in head.log
+    assert deployment.tandem_processes() != [], "the next head would take them over"
+    assert deployment.pods["node"].terminate(120.0) == 0
     assert deployment.tandem_processes() == []
 
 
@@ -752,13 +757,13 @@ def test_another_image_comes_to_one_pod_after_another_and_no_request_fails(
     rollout: subprocess.Popen[bytes] | None = None
     try:
         deployment.wait(lambda: clients.answers >= 4, 60.0)
-        log = (deployment.folder / "rollout").open("wb")
         command = [sys.executable, *container["command"][1:], *container["args"], f"--api=http://{HEAD_IP}:8443"]
         given = [part.replace("test-tandem-control.serving.svc", HEAD_IP) for part in command]
-        rollout = subprocess.Popen(
-            ["ip", "netns", "exec", deployment.machines.head, *given], stdout=log, stderr=log,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        with (deployment.folder / "rollout").open("wb") as log:
+            rollout = subprocess.Popen(
+                ["ip", "netns", "exec", deployment.machines.head, *given], stdout=log, stderr=log,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
         deadline = time.monotonic() + 900.0
         while rollout.poll() is None and time.monotonic() < deadline:
             deployment.note_processes()
