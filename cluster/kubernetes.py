@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -83,11 +84,11 @@ class KubernetesApi:
         except urllib.error.HTTPError as error:
             if error.code in ignored:
                 return {}
-            if error.code in (401, 403):
+            if error.code == 403:
                 raise ConfigError(
                     f"serviceAccount: the API server refuses to {method} pods ({error.code}): expected a Role with "
                     "list and delete of pods"
                 ) from None
             raise UnavailableError(f"the API server answered {error.code} ({error.reason})") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise UnavailableError(f"the API server does not answer: {error}") from None

@@ -1,14 +1,17 @@
 """Replaces the pods of a release that have another template than they should, one after another: the chart's Job
 (`upgrade.strategy: rolling`) runs `python -m cluster.rollout`.
 
-The head comes first, so that the newest controller drains the nodes. A pod is replaced when all workers serve; one that
-is not ready, as after a change that cannot work, at once.
+The head comes first, so that the newest controller drains the nodes. A pod is replaced when all pods are ready and all
+workers serve. One that does not become ready, as after a change that cannot work, is replaced without that.
+
+Exit code 3: it stopped, and another attempt would too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +28,9 @@ from tandem.text.words import plural
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
+BROKEN_S = 300.0  # nodes ask the head's Ray whether they are ready, and may take a minute to notice a new head
+MORE_DELETIONS = 3  # than there are outdated pods: KubeRay may hear of a new template after this process
+STOPPED_EXIT_CODE = 3
 
 
 class Pods(Protocol):
@@ -59,12 +65,14 @@ class Rollout:
         wanted: Sequence[Wanted],
         step_timeout_s: float,
         poll_s: float = POLL_S,
+        broken_s: float = BROKEN_S,
     ) -> None:
         self._pods = pods
         self._unready = unready
         self._wanted = wanted
         self._step_timeout_s = step_timeout_s
         self._poll_s = poll_s
+        self._broken_s = broken_s
         self._seen: list[Pod] = []
 
     async def run(self) -> int:
@@ -73,24 +81,55 @@ class Rollout:
         replaced = 0
         for each in self._wanted:
             await self._until(self._unlisted, "at the start")
-            while (pod := self._outdated(each)) is not None:
-                if pod.is_ready:
-                    await self._until(self._unsettled, f"before {pod.name} is replaced")
-                log.info("replacing %s (%s)", pod.name, each.component)
-                await self._until(partial(self._undeleted, pod), f"to delete {pod.name}")
-                await self._until(partial(self._remaining, pod), f"after {pod.name} was deleted")
+            most = len(self._outdated(each)) + MORE_DELETIONS
+            for number in itertools.count():
+                if not (outdated := self._outdated(each)):
+                    break
+                if number == most:
+                    raise UnavailableError(
+                        f"stopped after {number} {each.component} pods: the new ones have the earlier template too: "
+                        "does the RayCluster have the present one?"
+                    )
+                await self._replace(min(outdated, key=lambda pod: (pod.is_ready, pod.name)))
                 replaced += 1
-        await self._until(self._unsettled, "at the end")
+        if replaced:
+            await self._until(self._unsettled, "at the end")
         return replaced
 
-    def _outdated(self, wanted: Wanted) -> Pod | None:
-        """One that is not ready, else any."""
-        outdated = [
+    async def _replace(self, pod: Pod) -> None:
+        await self._until(partial(self._irreplaceable, pod, self._now()), f"before {pod.name} is replaced")
+        log.info("replacing %s (%s)", pod.name, pod.component)
+        await self._until(partial(self._undeleted, pod), f"to delete {pod.name}")
+        await self._until(partial(self._remaining, pod), f"after {pod.name} was deleted")
+
+    async def _irreplaceable(self, pod: Pod, since_s: float) -> str:
+        """Why it may not be replaced yet. A head that is not ready serves nobody; a node that is not may only have
+        lost a head that is being replaced, while its workers serve."""
+        await self._unlisted()
+        now = next((each for each in self._seen if each.uid == pod.uid), None)
+        if now is None:
+            return ""
+        if not now.is_ready and (now.component == self._wanted[0].component or self._heads_serve(since_s)):
+            return ""
+        return await self._unsettled()
+
+    def _heads_serve(self, since_s: float) -> bool:
+        """And have for long enough that a node which still is not ready is broken itself."""
+        head = self._wanted[0]
+        is_up = any(
+            pod.is_ready and pod.template == head.template for pod in self._seen if pod.component == head.component
+        )
+        return is_up and self._now() - since_s > self._broken_s
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _outdated(self, wanted: Wanted) -> list[Pod]:
+        return [
             pod
             for pod in self._seen
             if pod.component == wanted.component and pod.template != wanted.template and not pod.is_ending
         ]
-        return min(outdated, key=lambda pod: (pod.is_ready, pod.name), default=None)
 
     async def _unlisted(self) -> str:
         self._seen = await asyncio.to_thread(self._pods.list)
@@ -134,7 +173,7 @@ class Rollout:
             if loop.time() > last_s:
                 raise UnavailableError(
                     f"stopped after {self._step_timeout_s:g} s {when}: {reason}; the other pods keep their template: "
-                    "`helm rollback`, or mend it and `helm upgrade`"
+                    "`helm rollback`; or mend it, delete this Job, and `helm upgrade`"
                 )
             await asyncio.sleep(self._poll_s)
 
@@ -171,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         replaced = asyncio.run(rollout.run())
     except TandemError as error:
         print(error.message, file=sys.stderr)
-        return 1
+        return STOPPED_EXIT_CODE
     log.info("done: %s replaced", plural(replaced, "pod"))
     return 0
 

@@ -52,6 +52,7 @@ class Routers:
         self._spec = cluster.spec  # as it was changed, where that concerns routers
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self._updating: asyncio.Task[None] | None = None  # of routers that joined with other settings
         self._backend = backend
         self._run_base = run_base
@@ -129,7 +130,10 @@ class Routers:
             except UnavailableError as error:
                 log.warning("the routers get their earlier settings again: %s", error.message)
                 self._spec = before
-                await self._settle()
+                try:
+                    await self._settle()
+                except UnavailableError as second:
+                    log.warning("nor does one serve with those: %s", second.message)
                 raise
             finally:
                 self._before, self._rejoining = None, ()
@@ -138,8 +142,9 @@ class Routers:
     def _note_joined(self) -> None:
         self._on_change()
         is_changing = self._before is not None or not (self._updating is None or self._updating.done())
-        if not is_changing and self.joined.has_outdated:  # a router was away while settings changed
-            self._updating = self._start(self._update_joined())
+        if self._is_closing or is_changing or not self.joined.has_outdated:
+            return
+        self._updating = self._start(self._update_joined())  # of a router that was away while settings changed
 
     async def _update_joined(self) -> None:
         async with self._changing:
@@ -243,8 +248,11 @@ class Routers:
 
     async def close(self) -> None:
         """Lets running requests finish within `router.drain_timeout_s`, then stops the routers."""
-        for change in self._changes:
+        self._is_closing = True
+        changes = list(self._changes)
+        for change in changes:
             change.cancel()
+        await asyncio.gather(*changes, return_exceptions=True)
         await asyncio.gather(*(router.close() for router in self.slots))
         for task in self._tasks:
             task.cancel()

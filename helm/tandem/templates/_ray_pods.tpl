@@ -125,7 +125,7 @@ spec:
         exec: {command: [/bin/bash, -c, 'ray health-check --address "$RAY_ADDRESS"']}
         periodSeconds: 30
         timeoutSeconds: 15
-        failureThreshold: 6
+        failureThreshold: 21  # longer than the head may be away (RAY_gcs_rpc_server_reconnect_timeout_s)
         initialDelaySeconds: 60
       resources:
         {{- include "tandem.nodeResources" . | nindent 8 }}
@@ -154,12 +154,10 @@ spec:
 {{- include (printf "tandem.%sTemplate" (index . 1)) (index . 0) | sha256sum | trunc 16 -}}
 {{- end -}}
 
-{{- /* A pod template, with the above where it is needed. Args: (root, head or node). */ -}}
+{{- /* A pod template, with the above. Args: (root, head or node). */ -}}
 {{- define "tandem.rayPod" -}}
 {{- $template := include (printf "tandem.%sTemplate" (index . 1)) (index . 0) | fromYaml -}}
-{{- if eq (index . 0).Values.upgrade.strategy "rolling" -}}
 {{- $annotations := get $template.metadata "annotations" | default dict -}}
 {{- $_ := set $template.metadata "annotations" (set $annotations "tandem/template" (include "tandem.template" .)) -}}
-{{- end -}}
 {{- toYaml $template -}}
 {{- end -}}

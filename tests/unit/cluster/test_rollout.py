@@ -100,6 +100,31 @@ async def test_a_controller_that_is_away_is_waited_for_and_a_missing_right_is_no
         await rollout(Refused("head-a")).run()
 
 
+async def test_nodes_that_have_lost_their_head_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Their workers serve, but Ray says that no node is ready. A head that never comes back must not cost them."""
+    site = Site("head-a", "node-a", "node-b", works=False)
+    site.pods["head-a"] = Pod("head-a", "uid-head-a", "head", "new", False, False)
+    for name in ("node-a", "node-b"):
+        site.pods[name] = Pod(name, f"uid-{name}", "node", "old", False, False)
+    with pytest.raises(UnavailableError, match="0 of 1 head pod ready"):
+        await rollout(site, 0.05).run()
+    assert site.deleted == []
+    site.pods["head-a"] = Pod("head-a", "uid-head-a", "head", "new", True, False)
+    with pytest.raises(UnavailableError, match="0 of 2 node pods ready"):
+        await rollout(site, 0.05).run()
+    assert site.deleted == [], "they have not noticed it yet"
+    broken = Rollout(site, site.unready, WANTED, 0.3, poll_s=0.001, broken_s=0.05)
+    with pytest.raises(UnavailableError, match="of 2 node pods ready"):
+        await broken.run()
+    assert site.deleted == ["node-a", "node-b"], "not ready with a head for so long: broken themselves"
+
+
+async def test_a_ray_cluster_that_keeps_the_earlier_template_stops_it() -> None:
+    site = Site("head-a", "node-a", "node-b", template="old")
+    with pytest.raises(UnavailableError, match="stopped after 4 head pods: the new ones have the earlier template too"):
+        await rollout(site).run()
+
+
 class Api:
     """What the API server answers: `pods`, or the next of `errors`."""
 
@@ -182,5 +207,8 @@ def test_outside_kubernetes_it_says_what_is_missing(capsys: pytest.CaptureFixtur
     assert "expected COMPONENT:COUNT:TEMPLATE, got 'head:new'" in capsys.readouterr().err
     with served(Api()) as url:
         given = ["--namespace", "n", "--release", "r", "--controller", "127.0.0.1:9", "--pods", "head:1:x"]
-        assert main([*given, "--api", url, "--step-timeout", "0"]) == 1
-    assert "stopped after 0 s at the end: 0 of 1 head pod ready" in capsys.readouterr().err
+        assert main([*given, "--api", url, "--step-timeout", "0"]) == 0, "nothing to replace"
+    outdated = Api(pod("a", "head", "old", ready=True), pod("b", "node", "old", ready=True))
+    with served(outdated) as url:
+        assert main([*given, "--api", url, "--step-timeout", "0"]) == 3
+    assert "stopped after 0 s before a is replaced: --address: no controller answers" in capsys.readouterr().err
