@@ -74,6 +74,7 @@ class Rollout:
         self._poll_s = poll_s
         self._broken_s = broken_s
         self._seen: list[Pod] = []
+        self._head_since_s: float | None = None  # since when a head of the wanted template has been ready
 
     async def run(self) -> int:
         """Returns how many pods were replaced. Raises UnavailableError if one step takes too long: pods that were not
@@ -97,32 +98,26 @@ class Rollout:
         return replaced
 
     async def _replace(self, pod: Pod) -> None:
-        await self._until(partial(self._irreplaceable, pod, self._now()), f"before {pod.name} is replaced")
+        await self._until(partial(self._irreplaceable, pod), f"before {pod.name} is replaced")
         log.info("replacing %s (%s)", pod.name, pod.component)
         await self._until(partial(self._undeleted, pod), f"to delete {pod.name}")
         await self._until(partial(self._remaining, pod), f"after {pod.name} was deleted")
 
-    async def _irreplaceable(self, pod: Pod, since_s: float) -> str:
+    async def _irreplaceable(self, pod: Pod) -> str:
         """Why it may not be replaced yet. A head that is not ready serves nobody; a node that is not may only have
         lost a head that is being replaced, while its workers serve."""
         await self._unlisted()
         now = next((each for each in self._seen if each.uid == pod.uid), None)
         if now is None:
             return ""
-        if not now.is_ready and (now.component == self._wanted[0].component or self._heads_serve(since_s)):
+        if not now.is_ready and (now.component == self._wanted[0].component or self._has_steady_head()):
             return ""
         return await self._unsettled()
 
-    def _heads_serve(self, since_s: float) -> bool:
-        """And have for long enough that a node which still is not ready is broken itself."""
-        head = self._wanted[0]
-        is_up = any(
-            pod.is_ready and pod.template == head.template for pod in self._seen if pod.component == head.component
-        )
-        return is_up and self._now() - since_s > self._broken_s
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+    def _has_steady_head(self) -> bool:
+        """For so long that a node which still is not ready is broken itself."""
+        since_s = self._head_since_s
+        return since_s is not None and asyncio.get_running_loop().time() - since_s > self._broken_s
 
     def _outdated(self, wanted: Wanted) -> list[Pod]:
         return [
@@ -133,6 +128,12 @@ class Rollout:
 
     async def _unlisted(self) -> str:
         self._seen = await asyncio.to_thread(self._pods.list)
+        head = self._wanted[0]
+        ready = (pod.template for pod in self._seen if pod.component == head.component and pod.is_ready)
+        if head.template not in ready:
+            self._head_since_s = None
+        elif self._head_since_s is None:
+            self._head_since_s = asyncio.get_running_loop().time()
         return ""
 
     async def _undeleted(self, pod: Pod) -> str:
