@@ -168,21 +168,21 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- end }}
 {{- with include "tandem.internalSecret" . }}
 - name: tls-internal
-  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
 {{- end }}
 {{- if eq $component (include "tandem.edge" $root) }}
 {{- with include "tandem.edgeSecret" $root }}
 - name: tls-edge
-  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
 {{- end }}
 {{- with $root.Values.auth.existingSecret }}
 - name: keys
-  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- with include "tandem.redisCaSecret" $root }}
 - name: redis-ca
-  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
 {{- end -}}
 

@@ -156,8 +156,11 @@ spec:
 
 {{- /* A pod template, with the above. Args: (root, head or node). */ -}}
 {{- define "tandem.rayPod" -}}
-{{- $template := include (printf "tandem.%sTemplate" (index . 1)) (index . 0) | fromYaml -}}
-{{- $annotations := get $template.metadata "annotations" | default dict -}}
-{{- $_ := set $template.metadata "annotations" (set $annotations "tandem/template" (include "tandem.template" .)) -}}
-{{- toYaml $template -}}
+{{- $text := include (printf "tandem.%sTemplate" (index . 1)) (index . 0) -}}
+{{- $line := printf "\n  annotations:\n    tandem/template: %q\n" (include "tandem.template" .) -}}
+{{- if contains "\n  annotations:\n" $text -}}
+{{- replace "\n  annotations:\n" $line $text -}}
+{{- else -}}
+{{- replace "\nspec:\n" (print $line "spec:\n") $text -}}
+{{- end -}}
 {{- end -}}
