@@ -104,8 +104,8 @@ class Rollout:
         await self._until(partial(self._remaining, pod), f"after {pod.name} was deleted")
 
     async def _irreplaceable(self, pod: Pod) -> str:
-        """Why it may not be replaced yet. A head that is not ready serves nobody; a node that is not may only have
-        lost a head that is being replaced, while its workers serve."""
+        """Why it may not be replaced yet. A head that is not ready serves nothing. A node that is not ready may still
+        serve: it has perhaps only lost the head, which is being replaced."""
         await self._unlisted()
         now = next((each for each in self._seen if each.uid == pod.uid), None)
         if now is None:

@@ -65,20 +65,16 @@ def _requirements() -> str:
 
 
 def _ports(spec: ClusterSpec) -> str:
-    ports = f"{spec.control.admin_port}"
+    ports = f"{spec.control.admin_port} is"
     if spec.router.replicas:
-        ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {ports}"
+        ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port} are"
     try:
         check_ports(spec)
     except PortInUse:
         if (running := _running(spec)) is None:
             raise
-        return f"{ports} {_are(spec)} in use by the running cluster {running.name} (pid {running.pid})"
-    return f"{ports} {_are(spec)} free"
-
-
-def _are(spec: ClusterSpec) -> str:
-    return "are" if spec.router.replicas else "is"
+        return f"{ports} in use by the running cluster {running.name} (pid {running.pid})"
+    return f"{ports} free"
 
 
 def _running(spec: ClusterSpec) -> ClusterState | None:

@@ -8,12 +8,10 @@ from typing import Self
 
 import grpc.aio
 
-from cluster.cli.admin_client import Admin, controller_error
+from cluster.cli.admin_client import TIMEOUT_S, Admin, controller_error
 from cluster.cli.request_trace import fetch
 from cluster.cli.top.frame import TopFrame, build, parse_snapshot
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
-
-TIMEOUT_S = 10.0
 
 
 class FrameSource:

@@ -37,7 +37,7 @@ class Site:
         monkeypatch.setattr(joined_routers, "GONE_S", 0.2)
 
     def change(self) -> None:
-        """All shall have other settings."""
+        """Gives all routers other settings."""
         self.spec = RouterSpec(drain_timeout_s=0.0, max_queued_requests=9)
 
     def _launch(self, name: str, is_its_turn: bool) -> RouterLaunch:

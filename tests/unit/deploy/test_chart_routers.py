@@ -108,7 +108,7 @@ def test_a_router_may_call_what_it_needs_and_is_called_by_whom_it_should(render:
 
     assert opens("egress", "router", "node") == opens("ingress", "node", "router") == ["any"]
     assert set(opens("egress", "router", "head")) == set(opens("ingress", "head", "router")) == {"admin"}
-    assert "any" not in opens("egress", "node", "router"), "workers call nobody there"
+    assert "any" not in opens("egress", "node", "router"), "no worker opens a connection to a router"
     assert "redis" in opens("egress", "router", "valkey")
     assert "redis" in opens("ingress", "valkey", "router")
     assert "control" in opens("ingress", "router", "head")
