@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,18 +16,23 @@ import httpx
 import jsonschema
 import pytest
 
+from router.prefix_index.mirror import WorkerKey
+from router.requests.run_on_links import RunOnLinks
+from router.requests.state_machine import RequestRun
 from router.testing.stub_worker import until
+from router.workers.link import WorkerLink
 from tandem.config.spec import EngineSpec, Role
 from tandem.testing.models import write_tiny_llama
+from tandem.v1 import cluster_pb2, worker_pb2
 from tests.integration.conftest import Routed, StartRouted
 from tests.integration.test_failover import retries
 
 EVERY = bool(os.environ.get("TANDEM_SOAK"))
-STREAMS, STEP, BATCH, HANDOFF_KILLS = (200, 1, 25, 50) if EVERY else (24, 12, 8, 3)
+STREAMS, STEP, HANDOFF_KILLS = (200, 1, 50) if EVERY else (24, 12, 3)
 TOGETHER = 8
 VOCAB = 300
 EOS = 2
-ENGINE = EngineSpec(kv_blocks=1200, max_step_tokens=100)
+ENGINE = EngineSpec(kv_blocks=3000, max_step_tokens=100)
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -106,10 +112,6 @@ async def read_all(live: Routed, numbers: range) -> Sequence[Read]:
     return reads
 
 
-def any_has(reads: Sequence[Read], events: int) -> bool:
-    return any(len(read.choices) >= events for read in reads)
-
-
 def any_is_busy(live: Routed, role: Role) -> bool:
     return any(worker.account.requests > 0 for worker in live.app.dispatcher.fleet.ready("tiny", role))
 
@@ -118,37 +120,104 @@ async def until_done_or(task: asyncio.Task[None], condition: Callable[[], bool])
     await until(lambda: task.done() or condition())
 
 
-async def kill_busiest(live: Routed, role: Role) -> None:
-    """Kills the busiest worker of the role and waits until it has come back."""
-    fleet = live.app.dispatcher.fleet
-    workers = fleet.ready("tiny", role)
-    victim = max(workers, key=lambda worker: worker.account.requests).key.worker_id
-    live.workers.live[victim].kill()
-    await live.workers.restart(victim)
-    await until(lambda: len(fleet.ready("tiny", role)) == len(workers))
+async def kill(live: Routed, role: Role, worker: WorkerKey) -> None:
+    """Kills the worker and waits until it has come back."""
+    live.workers.live[worker.worker_id].kill()
+    epoch = (await live.workers.restart(worker.worker_id)).epoch
+    fleet, back = live.app.dispatcher.fleet, WorkerKey(worker.worker_id, epoch)
+    await until(lambda: back in {ready.key for ready in fleet.ready("tiny", role)})
+
+
+class Withheld:
+    """Loses what a decode worker sends for an answer after its first `at` tokens, as its death would. Who takes over is
+    heard."""
+
+    def __init__(self) -> None:
+        self.at: float = float("inf")
+        self.first: dict[RequestRun, WorkerKey] = {}
+        self.cut: dict[RequestRun, WorkerKey] = {}
+
+    def start(self, at: float) -> None:
+        self.at = at
+        self.first, self.cut = {}, {}
+
+    def filter(self, link: WorkerLink, frame: worker_pb2.WorkerFrame) -> None:
+        if link.info.role != cluster_pb2.ROLE_DECODE:
+            return
+        tokens, ended, coming = list[worker_pb2.StepToken](), list[worker_pb2.Ended](), Counter[RequestRun | None]()
+        for token in frame.tokens:
+            run = self._client_run(link, token.request_id)
+            if run is None or not self._is_beyond(link, run, coming[run]):
+                tokens.append(token)
+                coming[run] += 1
+        for each in frame.ended:
+            run = self._client_run(link, each.request_id)
+            if run is None or self.cut.get(run) != link.key:
+                ended.append(each)
+        if len(tokens) < len(frame.tokens):
+            link.progress.request_event(time.monotonic())
+        del frame.tokens[:], frame.ended[:]
+        frame.tokens.extend(tokens)
+        frame.ended.extend(ended)
+
+    def _client_run(self, link: WorkerLink, wire_id: str) -> RequestRun | None:
+        sink = link._sinks.get(wire_id)
+        return sink.run if isinstance(sink, RunOnLinks) and sink.stream is not None else None
+
+    def _is_beyond(self, link: WorkerLink, run: RequestRun, coming: int) -> bool:
+        if self.first.setdefault(run, link.key) != link.key or run.answer_tokens + coming < self.at:
+            return False
+        self.cut[run] = link.key
+        return True
+
+    def all_wait(self) -> bool:
+        return len(self.first) == STREAMS and all(run in self.cut or run.state.is_end for run in self.first)
+
+    def all_ended(self, worker: WorkerKey) -> bool:
+        return all(run.state.is_end for run, key in self.cut.items() if key == worker)
+
+
+@pytest.fixture
+def withheld(monkeypatch: pytest.MonkeyPatch) -> Withheld:
+    made, deliver = Withheld(), WorkerLink._deliver
+
+    def filtered(link: WorkerLink, frame: worker_pb2.WorkerFrame) -> None:
+        made.filter(link, frame)
+        deliver(link, frame)
+
+    monkeypatch.setattr(WorkerLink, "_deliver", filtered)
+    return made
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-async def test_clients_read_the_same_when_the_decode_worker_dies_at_any_token(routed: StartRouted, tiny: Path) -> None:
-    """`make soak`: at every token of 200 streams. Here some of both."""
+async def test_clients_read_the_same_when_the_decode_worker_dies_at_any_token(
+    routed: StartRouted, tiny: Path, withheld: Withheld
+) -> None:
+    """`make soak`: each of 200 streams loses its decode worker after each of its tokens but the last. Here some of
+    both."""
     async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:
         undisturbed = await read_all(live, range(STREAMS))
         for read in undisturbed:
             read.assert_valid()
-        longest = max(len(read.choices) for read in undisturbed)
-        batches = [range(first, first + BATCH) for first in range(0, STREAMS, BATCH)]
-        ats = range(1, longest, STEP)
-        rounds = itertools.product(ats, batches) if EVERY else zip(ats, itertools.cycle(batches), strict=False)
-        for at, numbers in rounds:
-            reads = [Read(number) for number in numbers]
+        lengths = [run.answer_tokens for run in withheld.first]
+        assert len(lengths) == STREAMS
+        kills = 0
+        for at in range(1, max(lengths), STEP):
+            withheld.start(at)
+            reads = [Read(number) for number in range(STREAMS)]
             reading = asyncio.create_task(run_all(live, reads))
-            await until_done_or(reading, partial(any_has, reads, at))
-            await kill_busiest(live, Role.DECODE)
+            await until(withheld.all_wait, 60.0)
+            assert all(run.answer_tokens == at for run in withheld.cut)
+            assert len(withheld.cut) == sum(length > at for length in lengths)
+            kills += len(withheld.cut)
+            for worker in sorted(set(withheld.cut.values())):
+                await kill(live, Role.DECODE, worker)
+                await until(partial(withheld.all_ended, worker), 60.0)
             await reading
-            assert [read.parts() for read in reads] == [undisturbed[number].parts() for number in numbers], at
-            print(f"at {at} of {longest}, {numbers}: equal")
-        assert retries(live) > len(ats) / 2
+            assert [read.parts() for read in reads] == [read.parts() for read in undisturbed], at
+            print(f"{at} of {max(lengths)}: {len(withheld.cut)} streams lost their worker and are equal")
+        assert retries(live) == kills
 
 
 @pytest.mark.slow
@@ -161,7 +230,8 @@ async def test_clients_read_the_same_when_prefill_workers_die_in_handoffs(routed
             reading = asyncio.create_task(run_all(live, reads))
             before = retries(live)
             await until_done_or(reading, partial(any_is_busy, live, Role.PREFILL))
-            await kill_busiest(live, Role.PREFILL)
+            workers = live.app.dispatcher.fleet.ready("tiny", Role.PREFILL)
+            await kill(live, Role.PREFILL, max(workers, key=lambda worker: worker.account.requests).key)
             await reading
             assert retries(live) > before, "nothing was disturbed"
             assert [read.parts() for read in reads] == [read.parts() for read in undisturbed]
