@@ -32,7 +32,7 @@ STREAMS, STEP, HANDOFF_KILLS = (200, 1, 50) if EVERY else (24, 12, 3)
 TOGETHER = 8
 VOCAB = 300
 EOS = 2
-ENGINE = EngineSpec(kv_blocks=3000, max_step_tokens=100)
+ENGINE = EngineSpec(kv_blocks=6000, max_step_tokens=100, max_running_requests=256)
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -154,8 +154,8 @@ class Withheld:
             run = self._client_run(link, each.request_id)
             if run is None or self.cut.get(run) != link.key:
                 ended.append(each)
-        if len(tokens) < len(frame.tokens):
-            link.progress.request_event(time.monotonic())
+        if link.key in self.cut.values():
+            link.progress.request_event(time.monotonic())  # it is no stalled worker, however long the others take
         del frame.tokens[:], frame.ended[:]
         frame.tokens.extend(tokens)
         frame.ended.extend(ended)

@@ -220,18 +220,22 @@ async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(clust
 
 
 async def test_grpc_echoes_the_clients_ids_as_http_does(cluster: Cluster) -> None:
-    cluster.says("fine")
+    cluster.decode.behaviour.is_stuck = cluster.prefill.behaviour.is_stuck = True
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = (("x-request-id", "mine.1"), ("traceparent", trace))
     stub = GRPCInferenceServiceStub(cluster.channel)
+    stream = cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=given)
     calls = [
-        cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=given),
+        stream,  # it goes on: the client's library may forget the metadata of a stream that ends at once
         cluster.inference.ListModels(pb.ListModelsRequest(), metadata=given),
         stub.ServerLive(oip.ServerLiveRequest(), metadata=given),
-        cluster.inference.Generate(pb.GenerateRequest(), metadata=given),  # errors have them too
+        stub.ModelMetadata(oip.ModelMetadataRequest(name="none"), metadata=given),  # errors have them too
     ]
     for call in calls:
         assert set(given) <= set(await call.initial_metadata())
+    assert await calls[-1].code() is grpc.StatusCode.NOT_FOUND
+    cluster.decode.behaviour.is_stuck = cluster.prefill.behaviour.is_stuck = False
+    stream.cancel()
     reply = await cluster.http.get("/health", headers=dict(given))
     assert (reply.headers["x-request-id"], reply.headers["traceparent"]) == ("mine.1", trace)
     await cluster.settled()
