@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from router.edge.write_pauses import WritePauses
+from router.texts.detokenizer import Detokenizer
 from tandem.v1 import inference_pb2 as pb
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import MODEL, Cluster
 
 TEXT = "Grüße €5 an alle"
 SAMPLING: dict[str, Any] = {"logprobs": 1, "max_tokens": 40}
@@ -30,15 +31,12 @@ def joined(found: list[pb.Chunk]) -> tuple[str, list[int], list[float]]:
 async def test_each_token_of_a_batch_has_its_text_and_its_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.says(TEXT)
+    tokens = cluster.says(TEXT)
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.token_delay_s = 0.005
-    alone = await chunks(cluster, prompt="Hi")
-    assert {len(chunk.token_ids) for chunk in alone} == {1}
-    assert not any(chunk.text_ends for chunk in alone)
     monkeypatch.setattr(WritePauses, "wrote", lambda pauses: setattr(pauses, "pause_s", 0.025))
     batches = await chunks(cluster, prompt="Hi")
-    assert joined(batches) == joined(alone)
+    assert joined(batches) == (TEXT, tokens, [cluster.decode.behaviour.logprob] * len(tokens))
     assert max(len(chunk.token_ids) for chunk in batches) > 1
     texts = []
     for chunk in batches:
@@ -49,5 +47,8 @@ async def test_each_token_of_a_batch_has_its_text_and_its_time(
             starts = [0, *chunk.text_ends[:-1]]
             texts += [chunk.text[start:end] for start, end in zip(starts, chunk.text_ends, strict=True)]
         else:
+            assert not chunk.text_ends
             texts.append(chunk.text)
-    assert texts == [chunk.text for chunk in alone]
+    model = cluster.app.service.models[MODEL].tokenizer
+    detokenizer = Detokenizer(model, model.encode("Hi", add_special_tokens=False))
+    assert texts == [detokenizer.push(token) for token in tokens]
