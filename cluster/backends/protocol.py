@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
+from tandem.config.spec import Colocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,21 @@ class Resources:
     cpus: float = 0.0
     gpus: float = 0.0
     device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which hosts a worker may be on. `node_groups`: empty for any. `alike`, `partners`: the model's other workers of
+    its own and of the other role, placed or not yet. `partner`: what one of the latter reserves."""
+
+    node_groups: tuple[str, ...] = ()
+    colocate: Colocate = Colocate.NO
+    alike: tuple[str, ...] = ()
+    partners: tuple[str, ...] = ()
+    partner: tuple[Resources, ...] = ()
+
+
+ANYWHERE = Where()
 
 
 class MemberHandle(Protocol):
@@ -70,7 +86,7 @@ class Backend(Protocol):
         """What to record for `hold`, a device for each member; empty if the backend itself outlives the controller."""
         ...
 
-    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+    async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
         """Reserves one host for all members of the group, and a different GPU of it for each member that uses one. A
         member sees all GPUs of its host. A group that an earlier controller placed stays where it is.
 
@@ -88,6 +104,10 @@ class Backend(Protocol):
 
     async def release(self, group: str) -> None:
         """Releases what a group had reserved. Its members must be stopped."""
+        ...
+
+    async def node_group(self, group: str) -> str:
+        """Of the host where the group is; empty if the host has none."""
         ...
 
     async def draining(self) -> frozenset[str]:

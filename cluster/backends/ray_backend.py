@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from cluster.backends.lease import LEASE_S, Lease, LeaseActor, StaleController, parted, stamped
-from cluster.backends.protocol import MemberHandle, Resources
+from cluster.backends.protocol import ANYWHERE, MemberHandle, Resources, Where
 from cluster.backends.ray_member import SupervisorActor  # noqa: F401 - actors of earlier releases look for it here
 from cluster.backends.ray_placement import LEASE, GcsCalls, RayPlacements
 from cluster.keeper.keeper import KeeperCalls
@@ -257,11 +257,14 @@ class RayBackend:
     def devices(self, group: str) -> tuple[str, ...]:
         return ()
 
-    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        return await self._placements.place(group, members, self._place_timeout_s)
+    async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
+        return await self._placements.place(group, members, where, self._place_timeout_s)
 
     async def place_local(self, name: str) -> MemberHandle:
         return await self._placements.place_local(name)
+
+    async def node_group(self, group: str) -> str:
+        return await self._placements.node_group(group)
 
     async def draining(self) -> frozenset[str]:
         if not isinstance(self._where, str):

@@ -11,13 +11,16 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util import list_named_actors
@@ -31,14 +34,18 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.backends.lease import LEASE_S, Lease
-from cluster.backends.protocol import MemberHandle, Resources
+from cluster.backends.machines import Machine, beside_partner, nearest
+from cluster.backends.protocol import MemberHandle, Resources, Where
 from cluster.backends.ray_member import RayMember, SupervisorActor
+from tandem.config.spec import NODE_GROUP_LABEL, Colocate
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 LEASE = "lease"  # the name of the actor that has it
+NODE_ID_LABEL = "ray.io/node-id"  # Ray labels each node with it
 RETRY_S = 0.2
+CHOSEN_S = 2.0  # how long a node that looked free may take to be reserved
 GCS_TIMEOUT_S = 2.0
 CALL_S = 10.0  # less than the keeper's patience with a controller
 
@@ -76,6 +83,7 @@ class _Reservation:
     """One group's resources, placement group and members. `placement` None: not reserved yet."""
 
     resources: tuple[Resources, ...]
+    where: Where
     placement: PlacementGroup | None
     members: list[RayMember]
 
@@ -84,6 +92,14 @@ def others_of(cluster: str, kept: Collection[str]) -> list[str]:
     """Names of a cluster's actors beside `kept` and those of placement groups."""
     names = [name for name in list_named_actors() if name.startswith(f"{cluster}/") and name.count("/") == 1]
     return [name for name in names if name not in kept]
+
+
+def _bundles(resources: Sequence[Resources]) -> list[dict[str, float]]:
+    return [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return list(ray.nodes())  # type: ignore[no-untyped-call]
 
 
 class RayPlacements:
@@ -101,35 +117,110 @@ class RayPlacements:
         self._local_env = CHILDREN_LIVE_ON if routers_drain else None
         self._local: list[RayMember] = []
         self._reservations: dict[str, _Reservation] = {}
+        self._choosing = asyncio.Lock()
 
     @property
     def _held(self) -> Lease:
         assert self.lease is not None
         return self.lease
 
-    async def place(self, group: str, members: Sequence[Resources], timeout_s: float) -> list[MemberHandle]:
+    async def place(
+        self, group: str, members: Sequence[Resources], where: Where, timeout_s: float
+    ) -> list[MemberHandle]:
         """Waits for room for so long. Raises ConfigError if there is none."""
         await self._held.check()
-        reservation = _Reservation(tuple(members), None, [])
+        reservation = _Reservation(tuple(members), where, None, [])
         self._reservations[group] = reservation
         try:
             # What an earlier controller reserved is not waited for: Ray may be moving it from a lost node.
-            placement = reservation.placement = await self._calls.run(self._found, group)
-            if placement is None:
-                placement = reservation.placement = await self._calls.run(self.reserve, group, reservation.resources)
-                if not await asyncio.to_thread(placement.wait, timeout_s):
-                    free: dict[str, float] = await self._calls.run(ray.available_resources)
-                    raise ConfigError(
-                        f"{group}: no Ray node has {placement.bundle_specs} free; Ray has {free}: add a node or ask "
-                        "for less",
-                        field="models",
-                    )
+            reservation.placement = await self._calls.run(self._found, group)
+            if reservation.placement is None and not await self._reserve(group, reservation, timeout_s):
+                raise ConfigError(f"{group}: {await self._calls.run(self._no_room, reservation)}", field="models")
             reservation.members += [RayMember(f"{group}.{index}", self._held) for index in range(len(members))]
             await self._calls.run(self._start_actors, reservation)
         except BaseException:  # cancelled too: otherwise Ray would place the group later, unused
             await self.release(group)
             raise
         return list(reservation.members)
+
+    async def _reserve(self, group: str, reservation: _Reservation, timeout_s: float) -> bool:
+        """Returns whether there was room in time."""
+        where = reservation.where
+        if where.colocate is Colocate.REQUIRE:
+            return await self._reserve_beside_partner(group, reservation, timeout_s)
+        async with self._choosing if where.colocate is Colocate.PREFER else contextlib.nullcontext():
+            near = await self._calls.run(self._near, reservation)
+            reservation.placement = await self._calls.run(self.reserve, group, reservation, near)
+            if near is not None:  # the next choice has to see this one
+                await asyncio.to_thread(reservation.placement.wait, CHOSEN_S)
+        return bool(await asyncio.to_thread(reservation.placement.wait, timeout_s))
+
+    async def _reserve_beside_partner(self, group: str, reservation: _Reservation, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            async with self._choosing:
+                node = await self._calls.run(self._beside_partner, reservation)
+                if node is not None:
+                    placement = await self._calls.run(partial(self.reserve, group, reservation, must_be_on=node))
+                    reservation.placement = placement
+                    if await asyncio.to_thread(placement.wait, CHOSEN_S):
+                        return True
+                    reservation.placement = None
+                    await self._calls.run(remove_placement_group, placement)
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    def _no_room(self, reservation: _Reservation) -> str:
+        where = reservation.where
+        groups = f" of group {' or '.join(where.node_groups)}" if where.node_groups else ""
+        beside = " beside workers of the other role (colocate: require)" if where.colocate is Colocate.REQUIRE else ""
+        nodes = ", ".join(f"{dict(each.free)}" for each in self._machines(where)) or "none"
+        return (
+            f"no Ray node{groups} has {_bundles(reservation.resources)} free{beside}; free on each of these nodes: "
+            f"{nodes}: add a node or ask for less"
+        )
+
+    def _machines(self, where: Where) -> list[Machine]:
+        """Those that are alive and in a group that the worker may be in. Blocks."""
+        placed = self._node_of()
+        own, partners = (
+            Counter(placed[name] for name in names if name in placed) for names in (where.alike, where.partners)
+        )
+        free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+        return [
+            Machine(
+                node["NodeID"],
+                {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in ("CPU", "GPU")},
+                own[node["NodeID"]],
+                partners[node["NodeID"]],
+            )
+            for node in _nodes()
+            if node["Alive"] and (not where.node_groups or node["Labels"].get(NODE_GROUP_LABEL) in where.node_groups)
+        ]
+
+    def _node_of(self) -> dict[str, str]:
+        """The node of each group that is placed."""
+        table: dict[str, Any] = placement_group_table()
+        found = {}
+        for name, reservation in list(self._reservations.items()):
+            placement = reservation.placement
+            entry = {} if placement is None else table.get(placement.id.hex(), {})
+            for node in filter(None, entry.get("bundles_to_node_id", {}).values()):  # all of them are one
+                found[name] = node
+        return found
+
+    def _beside_partner(self, reservation: _Reservation) -> str | None:
+        where = reservation.where
+        to_come = len(where.partners) - len(self._node_of().keys() & {*where.partners})
+        return beside_partner(self._machines(where), reservation.resources, where.partner, to_come)
+
+    async def node_group(self, group: str) -> str:
+        return await self._calls.run(self._node_group, group)
+
+    def _node_group(self, group: str) -> str:
+        node = self._node_of().get(group)
+        labels: dict[str, str] = next((each["Labels"] for each in _nodes() if each["NodeID"] == node), {})
+        return labels.get(NODE_GROUP_LABEL, "")
 
     async def place_local(self, name: str) -> MemberHandle:
         await self._held.check()
@@ -171,7 +262,7 @@ class RayPlacements:
 
     def _move(self, group: str, reservation: _Reservation) -> None:
         self._release(group, reservation)
-        reservation.placement = self.reserve(group, reservation.resources)
+        reservation.placement = self.reserve(group, reservation, self._near(reservation))
         self._start_actors(reservation)
 
     async def release(self, group: str) -> None:
@@ -222,11 +313,29 @@ class RayPlacements:
         actor = options.remote(member.name, str(self._log_dir), self._logs_to_stdout)
         member.use(actor, was_started=False)
 
-    def reserve(self, group: str, resources: Sequence[Resources]) -> PlacementGroup:
-        """Blocks, but not until there is room."""
-        bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
-        name = f"{self._cluster}/{group}"
-        placement: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=name, lifetime="detached")
+    def _near(self, reservation: _Reservation) -> str | None:
+        """The best node that has room; None if any is as good. Blocks."""
+        where = reservation.where
+        if where.colocate is Colocate.NO:
+            return None
+        return nearest(self._machines(where), reservation.resources, where.partner)
+
+    def reserve(
+        self, group: str, reservation: _Reservation, near: str | None = None, *, must_be_on: str | None = None
+    ) -> PlacementGroup:
+        """On the node `near` if it still has room. Blocks, but not until there is room."""
+        groups, bundles = reservation.where.node_groups, _bundles(reservation.resources)
+        selector = {NODE_GROUP_LABEL: f"in({','.join(groups)})"} if groups else {}
+        if must_be_on is not None:
+            selector[NODE_ID_LABEL] = must_be_on
+        placement: PlacementGroup = placement_group(
+            bundles,
+            strategy="STRICT_PACK",
+            name=f"{self._cluster}/{group}",
+            lifetime="detached",
+            bundle_label_selector=[selector] * len(bundles) if selector else None,
+            _soft_target_node_id=near,  # private: a label would wait for a node that was taken meanwhile
+        )
         return placement
 
     def _found(self, group: str) -> PlacementGroup | None:

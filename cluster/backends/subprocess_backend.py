@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from cluster.backends.protocol import MemberHandle, Resources
+from cluster.backends.protocol import ANYWHERE, MemberHandle, Resources, Where
 from cluster.devices import CPU, DeviceBook
 from cluster.keeper.keeper import KeeperCalls
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
@@ -65,7 +65,8 @@ class SubprocessBackend:
     def devices(self, group: str) -> tuple[str, ...]:
         return self._devices.of(group)
 
-    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+    async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
+        """`where` says nothing here: there is one host."""
         devices = self._devices.of(group) or self._assign(group, len(members), members[0])  # its ranks are alike
         return [LocalMember(f"{group}.{index}", self._keeper, device) for index, device in enumerate(devices)]
 
@@ -84,6 +85,9 @@ class SubprocessBackend:
 
     async def release(self, group: str) -> None:
         self._devices.release(group)
+
+    async def node_group(self, group: str) -> str:
+        return ""
 
     async def draining(self) -> frozenset[str]:
         return frozenset()  # if this host stops, the controller stops with it

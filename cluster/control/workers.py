@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
 import grpc.aio
 
-from cluster.backends.protocol import Backend, MemberHandle, Resources
+from cluster.backends.protocol import Backend, MemberHandle, Resources, Where
 from cluster.control.directory import Directory
 from cluster.control.record import WorkerRecord, WorkerState
 from cluster.control.worker_slot import ROLES, EpochSettings, Place, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
 from cluster.tasks import raise_failure, run_together
 from kvtransfer.control import REACHABLE, LinkState
-from tandem.config.spec import EngineSpec, Role
+from tandem.config.spec import Colocate, EngineSpec, Role
 from tandem.errors import ConfigError, TandemError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
@@ -54,6 +54,7 @@ class Workers:
         self.on_change = on_change
         self._settings: EpochSettings | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._expected: dict[str, tuple[ResolvedModel, Role]] = {}  # not placed yet
         self._channels = ChannelCache(tls, Identity.WORKER)
 
     @property
@@ -86,8 +87,13 @@ class Workers:
         for model, role in sorted(product(self._models, Role), key=_gpu_share, reverse=True):
             prefix = self.name_prefix(model)
             names = [f"{prefix}{role.value}-{number}" for number in range(model.spec.pool(role).workers)]
+            self.expect(model, dict.fromkeys(names, role))
             starts += [self.add(name, role, model) for name in names]
         await run_together(*starts)
+
+    def expect(self, model: ResolvedModel, roles: Mapping[str, Role]) -> None:
+        """Tells of workers that are about to be added, so that those placed before leave room for them."""
+        self._expected |= {worker_id: (model, role) for worker_id, role in roles.items()}
 
     def set_log_level(self, level: str) -> None:
         """Of the epochs that start from now on."""
@@ -146,7 +152,11 @@ class Workers:
 
     async def add(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
         """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
-        members = await self._place(worker_id, role, model)
+        self.expect(model, {worker_id: role})
+        try:
+            members = await self._place(worker_id, role, model)
+        finally:
+            del self._expected[worker_id]
 
         async def placed() -> Sequence[MemberHandle]:
             return members
@@ -154,7 +164,27 @@ class Workers:
         return self._add(worker_id, role, model, placed)
 
     async def _place(self, worker_id: str, role: Role, model: ResolvedModel) -> Sequence[MemberHandle]:
-        return await self._backend.place(worker_id, [self._resources(model, role)] * model.spec.pool(role).tp)
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        roles = {name: known for name, (of, known) in self._expected.items() if of is model}
+        roles |= {slot.worker_id: slot.role for slot in self.slots_of(model)}
+        where = Where(
+            node_groups=model.spec.pool(role).node_groups,
+            colocate=model.spec.colocate if other in roles.values() else Colocate.NO,
+            alike=tuple(name for name, known in roles.items() if known is role and name != worker_id),
+            partners=tuple(name for name, known in roles.items() if known is other),
+            partner=self._ranks(model, other),
+        )
+        return await self._backend.place(worker_id, self._ranks(model, role), where)
+
+    def _ranks(self, model: ResolvedModel, role: Role) -> tuple[Resources, ...]:
+        return (self._resources(model, role),) * model.spec.pool(role).tp
+
+    async def may_change_role(self, slot: WorkerSlot) -> bool:
+        """Whether the node where it is may have workers of both roles."""
+        spec = slot.model.spec
+        if spec.prefill.node_groups == spec.decode.node_groups:
+            return True
+        return spec.roles_on(await self._backend.node_group(slot.worker_id)) == {*Role}
 
     def _add(
         self, worker_id: str, role: Role, model: ResolvedModel, place: Place, record: WorkerRecord | None = None

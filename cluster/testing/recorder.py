@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.backends.protocol import Backend, MemberHandle, Resources
+from cluster.backends.protocol import ANYWHERE, Backend, MemberHandle, Resources, Where
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningMember
 from cluster.keeper.supervisor import python
 
@@ -49,8 +49,8 @@ class RecordingBackend:
     def devices(self, group: str) -> tuple[str, ...]:
         return self.inner.devices(group)
 
-    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        return [RecordingMember(each, group, self.folder) for each in await self.inner.place(group, members)]
+    async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
+        return [RecordingMember(each, group, self.folder) for each in await self.inner.place(group, members, where)]
 
     async def place_local(self, name: str) -> MemberHandle:
         return await self.inner.place_local(name)
@@ -60,6 +60,9 @@ class RecordingBackend:
 
     async def release(self, group: str) -> None:
         await self.inner.release(group)
+
+    async def node_group(self, group: str) -> str:
+        return await self.inner.node_group(group)
 
     async def draining(self) -> frozenset[str]:
         return await self.inner.draining()

@@ -7,6 +7,7 @@ nothing changes it afterwards. The defaults are what `tandem up` runs.
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -29,6 +30,7 @@ Count = Annotated[int, Field(ge=0, le=4096)]
 PositiveCount = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_MODEL = "smollm2-135m"
+NODE_GROUP_LABEL = "tandem/node-group"
 _CPU_POOL_BYTES = 512 << 20
 
 
@@ -150,12 +152,26 @@ else:
     )
 
 
+NodeGroup = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
 class PoolSpec(Frozen):
     """All workers of one role."""
 
     workers: Count = Field(1, description="Number of workers of this role.")
     tp: PositiveCount = Field(1, description="Tensor-parallel ranks of each worker.")
     engine: EngineOverrides = EngineOverrides()
+    node_groups: Annotated[tuple[NodeGroup, ...], Field(max_length=64)] = Field(
+        (),
+        description="Groups of Ray nodes that workers of this role may be on: values of the nodes' label "
+        f"`{NODE_GROUP_LABEL}`. Empty: any node. Needs control.ray_address.",
+    )
+
+
+class Colocate(StrEnum):
+    PREFER = "prefer"
+    REQUIRE = "require"
+    NO = "no"
 
 
 class SamplingDefaults(StrEnum):
@@ -178,6 +194,12 @@ class ModelSpec(Frozen):
     prefill: PoolSpec = PoolSpec()
     decode: PoolSpec = PoolSpec()
     engine: EngineSpec = EngineSpec()
+    colocate: Colocate = Field(
+        Colocate.PREFER,
+        description="Whether a worker is placed on a machine with workers of the other role, so that KV stays in its "
+        "memory or on its NVLink. prefer: if one has room. require: it waits for such a machine, and a start fails "
+        "without. no: anywhere.",
+    )
     tool_parser: str = Field(
         "auto",
         description="Format of the model's tool calls (docs/tools.md has the names); auto: by its chat template; none: "
@@ -214,6 +236,20 @@ class ModelSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _machines_can_be_shared(self) -> ModelSpec:
+        prefill, decode = self.prefill, self.decode
+        if self.colocate is not Colocate.REQUIRE:
+            return self
+        if not prefill.workers:
+            raise ValueError("colocate: expected prefer or no with prefill.workers 0: there is no other role")
+        if prefill.node_groups and decode.node_groups and not {*prefill.node_groups} & {*decode.node_groups}:
+            raise ValueError(
+                "colocate: expected prefer or no, because prefill.node_groups and decode.node_groups have no group in "
+                "common, got require"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_pinned_gpu_holds_one_rank(self) -> ModelSpec:
         for role in Role:
             device, tp = self.engine_of(role).device, self.pool(role).tp
@@ -237,9 +273,16 @@ class ModelSpec(Frozen):
 
     @property
     def can_change_roles(self) -> bool:
-        """Whether a worker of one role can take the other: both have the same width and engine."""
+        """Whether a worker of one role can take the other, at least on some nodes: both have the same width and
+        engine."""
         same_engine = self.engine_of(Role.PREFILL) == self.engine_of(Role.DECODE)
-        return same_engine and self.prefill.tp == self.decode.tp
+        prefill, decode = self.prefill, self.decode
+        groups = not prefill.node_groups or not decode.node_groups or {*prefill.node_groups} & {*decode.node_groups}
+        return same_engine and prefill.tp == decode.tp and bool(groups)
+
+    def roles_on(self, node_group: str) -> frozenset[Role]:
+        """Those that a worker on a node of this group may have."""
+        return frozenset(role for role in Role if node_group in (self.pool(role).node_groups or (node_group,)))
 
     @property
     def served_name(self) -> str:
@@ -599,6 +642,16 @@ class ClusterSpec(Frozen):
         if self.control.backend == "ray":
             for model, role, engine in pools:
                 _check_ray_device(model, role, engine)
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_have_groups(self) -> ClusterSpec:
+        for model, role in product(self.models, Role):
+            if model.pool(role).node_groups and self.control.ray_address is None:
+                raise ValueError(
+                    f"models: {model.served_name}: {role}.node_groups: expected none without control.ray_address: all "
+                    "workers are on this machine"
+                )
         return self
 
     @model_validator(mode="after")

@@ -185,6 +185,8 @@ class PoolScaler:
         """Starts workers in parallel. If some fail, the others stay, and the error lists every failure."""
         room = asyncio.Semaphore(MAX_PARALLEL_STARTS)
 
+        self._workers.expect(model, {each.worker_id: each.role for each in starts})
+
         async def start(each: StartWorker) -> None:
             async with room:
                 log.info("%s", each)
@@ -253,4 +255,4 @@ class PoolScaler:
         state = await self._workers.state(slot)
         load = None if state is None else state.load
         busy = 0 if load is None else load.running_requests + load.waiting_requests + load.reserved_requests
-        return PoolMember(slot.worker_id, slot.role, busy)
+        return PoolMember(slot.worker_id, slot.role, busy, await self._workers.may_change_role(slot))

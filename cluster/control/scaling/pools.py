@@ -16,11 +16,13 @@ from tandem.text.words import named_role
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """A worker now. `busy` counts its requests: the worker with the fewest changes first."""
+    """A worker now. `busy` counts its requests: the worker with the fewest changes first. `may_change_role`: as far as
+    the node where it is allows."""
 
     worker_id: str
     role: Role
     busy: int = 0
+    may_change_role: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,10 @@ def plan_change(
     by_role = {role: sorted(_of(members, role), key=_change_order) for role in targets}
     actions: list[PoolChange] = []
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-        while can_change_roles and len(by_role[role]) < targets[role] and len(by_role[other]) > targets[other]:
-            changed = by_role[other].pop(0)
+        changeable = [member for member in by_role[other] if can_change_roles and member.may_change_role]
+        while changeable and len(by_role[role]) < targets[role] and len(by_role[other]) > targets[other]:
+            changed = changeable.pop(0)
+            by_role[other].remove(changed)
             by_role[role].append(PoolMember(changed.worker_id, role, changed.busy))
             actions.append(ChangeRole(changed.worker_id, role))
     taken = {member.worker_id for member in members}.union(taken_ids)

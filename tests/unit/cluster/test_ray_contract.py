@@ -13,13 +13,14 @@ import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.node import Node
-from ray._private.state import GlobalState
+from ray._private.state import GlobalState, available_resources_per_node
 from ray._private.worker import Worker
 from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]  # compiled
 from ray.core.generated import common_pb2, gcs_pb2
 from ray.experimental import internal_kv
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.runtime_context import RuntimeContext
+from ray.util.placement_group import placement_group
 
 from cluster.backends import ray_backend, ray_env, ray_head, ray_placement
 
@@ -75,6 +76,13 @@ def test_the_table_of_placement_groups_names_the_node_of_each_bundle() -> None:
     group = gcs.PlacementGroupTableData(placement_group_id=b"\x02", name="worker-0", bundles=[bundle])
     shown = state_class()._gen_placement_group_info(group)
     assert shown["bundles_to_node_id"] == {3: "01ff"}
+
+
+def test_a_placement_group_takes_labels_and_a_node_that_it_need_not_get() -> None:
+    taken = inspect.signature(placement_group).parameters
+    assert {"bundle_label_selector", "_soft_target_node_id"} <= taken.keys()
+    assert not inspect.signature(available_resources_per_node).parameters
+    assert ray_placement.NODE_ID_LABEL in inspect.getsource(inspect.getmodule(placement_group) or placement_group)
 
 
 @pytest.mark.parametrize(

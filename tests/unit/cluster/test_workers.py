@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.backends.protocol import MemberHandle, Resources
+from cluster.backends.protocol import ANYWHERE, MemberHandle, Resources, Where
 from cluster.control import worker_slot
 from cluster.control.record import WorkerState
 from cluster.control.scaling.pool_scaler import PoolScaler
@@ -17,7 +18,7 @@ from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedCluster, resolve_models
-from tandem.config.spec import ClusterSpec, ControlSpec, ModelSpec, Role
+from tandem.config.spec import ClusterSpec, Colocate, ControlSpec, ModelSpec, Role
 from tandem.errors import ConfigError, IncompatiblePools, IncompatibleVersions, UnavailableError
 from tandem.rpc.versions import Versions
 from tandem.testing.models import write_tiny_llama
@@ -53,6 +54,8 @@ class FakeBackend:
     name: str = "fake"
     placed: dict[str, list[IdleMember]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    where: dict[str, Where] = field(default_factory=dict)
+    node_groups: dict[str, str] = field(default_factory=dict)
     full: bool = False
     record: str = ""
     slow: dict[str, asyncio.Event] = field(default_factory=dict)  # groups whose place has to be waited for
@@ -79,7 +82,8 @@ class FakeBackend:
     def devices(self, group: str) -> tuple[str, ...]:
         return ()
 
-    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+    async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
+        self.where[group] = where
         if group in self.placed:
             return list(self.placed[group])
         if group in self.slow:
@@ -94,6 +98,9 @@ class FakeBackend:
 
     async def release(self, group: str) -> None:
         self.released.append(group)
+
+    async def node_group(self, group: str) -> str:
+        return self.node_groups.get(group, "")
 
     async def draining(self) -> frozenset[str]:
         return frozenset()
@@ -124,6 +131,36 @@ def info(workers: Workers, worker_id: str, dtype: str = "float32") -> cluster_pb
     found = cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=slot.epoch, model=slot.model.spec.served_name)
     found.layout.tp, found.layout.kv_heads, found.layout.dtype = 1, 2, dtype
     return found
+
+
+def resolved(folder: Path, **model: Any) -> ResolvedCluster:
+    source = str(write_tiny_llama(folder / "tiny"))
+    tree = {"models": [{"source": source} | model], "control": {"ray_address": "127.0.0.1:1"}}
+    spec = ClusterSpec.model_validate(tree)
+    return ResolvedCluster(spec, resolve_models(spec, lambda what: None, fetch=False))
+
+
+async def test_a_worker_is_placed_with_all_that_share_its_machine_in_mind(tmp_path: Path) -> None:
+    pools = {"prefill": {"workers": 2, "tp": 2, "node_groups": ["a", "b"]}, "decode": {"node_groups": ["b"]}}
+    cluster, backend = resolved(tmp_path, **pools, colocate="require"), FakeBackend()
+    workers = Workers(cluster, backend, None)
+    await workers.start(EpochSettings(cluster.spec, "127.0.0.1:1", None, tmp_path / "run"))
+    rank = Resources(cpus=1.0)
+    assert backend.where["prefill-0"] == Where(("a", "b"), Colocate.REQUIRE, ("prefill-1",), ("decode-0",), (rank,))
+    assert backend.where["decode-0"] == Where(("b",), Colocate.REQUIRE, (), ("prefill-0", "prefill-1"), (rank, rank))
+    backend.node_groups = {"prefill-0": "a", "prefill-1": "b", "decode-0": "b"}
+    assert [await workers.may_change_role(slot) for slot in workers.slots.values()] == [False, True, True]
+    await workers.close()
+
+
+async def test_a_role_change_takes_a_worker_whose_node_allows_both(tmp_path: Path) -> None:
+    pools = {"prefill": {"workers": 2, "node_groups": ["a", "b"]}, "decode": {"node_groups": ["b"]}}
+    cluster, backend = resolved(tmp_path, **pools), FakeBackend(node_groups={"prefill-0": "b", "prefill-1": "a"})
+    workers = Workers(cluster, backend, None)
+    await workers.start(EpochSettings(cluster.spec, "127.0.0.1:1", None, tmp_path / "run"))
+    scaler = PoolScaler(workers, ControlSpec(), poll_s=0.01)
+    assert await scaler.scale("", 1, 2) == ("prefill-0 becomes a decode worker",)
+    await workers.close()
 
 
 async def test_every_worker_of_the_spec_is_placed_and_none_is_ready_yet(workers: Workers, backend: FakeBackend) -> None:
