@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from cluster.spec.resolve import free_ports
+from tandem.testing.processes import command_lines
 
 READY_TIMEOUT_S = 300.0
 RAY_HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others
@@ -136,15 +137,7 @@ class Cluster:
 
     def survivors(self) -> list[str]:
         """Processes of the cluster that are still alive."""
-        alive = []
-        for pid in self.descendants:
-            try:
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(f"{pid} {' '.join(process.cmdline())[:120]}")
-            except psutil.NoSuchProcess:
-                continue
-        return alive
+        return command_lines(self.descendants)
 
 
 def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = None, ca: Path | None = None) -> Cluster:

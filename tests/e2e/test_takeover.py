@@ -19,6 +19,7 @@ import pytest
 
 from cluster.cli.admin_client import Admin
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.processes import has_ended
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.e2e.conftest import Cluster, RayNodes, start_cluster
 from tests.e2e.test_faults import GREEDY, SEEDED, ask
@@ -345,7 +346,7 @@ async def test_a_controller_that_is_stuck_is_replaced(cluster_with: Callable[...
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=30.0) as client:
         async with asyncio.timeout(60):
-            while stuck.is_running() and stuck.status() != psutil.STATUS_ZOMBIE:
+            while not has_ended(stuck):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 await asyncio.sleep(0.5)
     await asyncio.to_thread(cluster.wait_ready)

@@ -20,6 +20,7 @@ from tandem.config.spec import ClusterSpec, EngineSpec, Role
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.processes import has_ended
 from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter
 
@@ -73,7 +74,7 @@ STAGES = ("starts", "waits for its peer", "is ready", "is ready and hangs")
 
 @pytest.mark.parametrize("stage", [*STAGES[1:3], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGES[::3])])
 @pytest.mark.acceptance(5, here="every stage of a start")
-async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_folder: Path, stage: str) -> None:
+async def test_in_each_stage_the_whole_worker_ends_within_five_seconds(short_folder: Path, stage: str) -> None:
     source = str(write_tiny_llama(short_folder / "tiny", seed=1))
     spec = ClusterSpec.model_validate(
         {"models": [{"source": source, "decode": {"tp": 2}, "engine": {"kv_blocks": 32, "kernels": "torch"}}]}
@@ -100,8 +101,8 @@ async def test_in_each_stage_the_whole_worker_ends_within_two_seconds(short_fold
             first.suspend()  # as one in a collective that never ends: it takes no SIGTERM
         began_s = time.monotonic()
         os.kill(second.pid, signal.SIGKILL)
-        await until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
-        assert time.monotonic() - began_s < 2.0
+        await until(lambda: has_ended(first))
+        assert time.monotonic() - began_s < 5.0
         await until(lambda: bool(slot.reason))
         assert "rank-1 was killed by SIGKILL" in slot.reason
     finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.testing.processes import command_lines
+
 SCRIPT = textwrap.dedent(
     """
     import asyncio, os, pathlib, signal, sys
@@ -26,9 +28,10 @@ SCRIPT = textwrap.dedent(
     from cluster.keeper.members import MemberStart, ProcessSpec
     from cluster.backends.ray_backend import LocalRay, RayBackend, ray
     from cluster.keeper.keeper import Keeper
+    from tandem.testing.processes import command_lines
 
     def gone(pid):
-        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return not command_lines([pid])
 
     def groups(name):
         return [each["state"] for each in ray.util.placement_group_table().values() if each["name"] == f"c/{name}"]
@@ -153,4 +156,4 @@ def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, child: str) -> Non
     process.send_signal(signal.SIGINT)
     assert process.wait(90) in (0, 130, -signal.SIGINT), said.read_text()
     _, alive = psutil.wait_procs(family, timeout=30)
-    assert [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert command_lines(alive) == []

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.testing.processes import command_lines
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -47,4 +49,4 @@ def test_a_part_that_is_frozen_is_named_and_everything_ends(folder: Path, part: 
         finally:
             head.kill()
     _, alive = psutil.wait_procs(family, timeout=10)
-    assert [each.cmdline() for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert command_lines(alive) == []

@@ -21,6 +21,7 @@ from cluster.control.launch import ControllerLaunch
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster
 from tandem.config.spec import ClusterSpec
+from tandem.testing.processes import command_lines
 from tests.unit.cluster.test_interrupt import start_up, wait_for
 
 SERVING = """
@@ -179,4 +180,4 @@ def test_a_killed_tandem_up_leaves_no_process(tmp_path: Path, backend: str) -> N
         process.kill()
         process.wait(10)
         _, alive = psutil.wait_procs(family, timeout=30)
-        assert [each.cmdline() for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+        assert command_lines(alive) == []

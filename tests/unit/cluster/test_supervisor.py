@@ -21,6 +21,7 @@ from cluster.keeper import supervisor as supervisor_module
 from cluster.keeper.members import MemberStart, ProcessSpec
 from cluster.keeper.supervisor import Supervisor, bound_log
 from tandem.config.log_format import LogFormat
+from tandem.testing.processes import command_lines
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -206,6 +207,6 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         child = int(owner.stdout.readline())
         owner.kill()
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while command_lines([child]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
