@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.spec import NODE_GROUP_LABEL
 from tandem.errors import ConfigError, UnavailableError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 15.0
 COMPONENT = "app.kubernetes.io/component"
 TEMPLATE = "tandem/template"  # an annotation: of which template the pod is
+DEFAULT_GROUP = "nodes"  # of pods without a label of their group
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
+    """`component`: that of its label; of a node `node/GROUP`."""
+
     name: str
     uid: str
     component: str
@@ -38,11 +42,16 @@ class Pod:
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
-            component=(metadata.get("labels") or {}).get(COMPONENT, ""),
+            component=_component(metadata.get("labels") or {}),
             template=(metadata.get("annotations") or {}).get(TEMPLATE, ""),
             is_ready=any(each["type"] == "Ready" and each["status"] == "True" for each in conditions),
             is_ending="deletionTimestamp" in metadata,
         )
+
+
+def _component(labels: Mapping[str, str]) -> str:
+    component = labels.get(COMPONENT, "")
+    return f"node/{labels.get(NODE_GROUP_LABEL, DEFAULT_GROUP)}" if component == "node" else component
 
 
 class KubernetesApi:

@@ -31,43 +31,37 @@ are anonymous memory files, or GPU memory. */ -}}
 
 {{- /* Fails and names the value if a rank has no room. Renders nothing. */ -}}
 {{- define "tandem.checkCapacity" -}}
-{{- $nodes := add (.Values.node.replicas | int) (ternary 1 0 .Values.node.onHead) -}}
-{{- if not $nodes }}{{ fail "node.replicas: expected at least 1 if node.onHead is false: there would be no workers" }}{{ end -}}
+{{- $groups := include "tandem.nodeGroups" . | fromJsonArray -}}
+{{- if not $groups }}{{ fail "node.replicas: expected at least 1 if node.onHead is false: there would be no workers" }}{{ end -}}
 {{- if and (eq .Values.redis.mode "embedded") (eq (include "tandem.severalPods" .) "true") -}}
 {{- fail "redis.mode: expected valkey or external with several pods: only the head pod can reach the embedded Redis" -}}
 {{- end -}}
-{{- if lt (.Values.node.maxReplicas | int) (.Values.node.replicas | int) -}}
-{{- fail (printf "node.maxReplicas: expected at least node.replicas (%v), got %v" .Values.node.replicas .Values.node.maxReplicas) -}}
+{{- range $group := $groups -}}
+{{- if lt ($group.maxReplicas | int) ($group.replicas | int) -}}
+{{- fail (printf "%s.maxReplicas: expected at least %s.replicas (%v), got %v" $group.where $group.where $group.replicas $group.maxReplicas) -}}
 {{- end -}}
-{{- if gt (.Values.node.minReplicas | int) (.Values.node.replicas | int) -}}
-{{- fail (printf "node.minReplicas: expected at most node.replicas (%v), got %v" .Values.node.replicas .Values.node.minReplicas) -}}
+{{- if gt ($group.minReplicas | int) ($group.replicas | int) -}}
+{{- fail (printf "%s.minReplicas: expected at most %s.replicas (%v), got %v" $group.where $group.where $group.replicas $group.minReplicas) -}}
 {{- end -}}
-{{- $need := dict "cpus" 0.0 "gpus" 0.0 "wide" 0 "pools" 0.0 "ranks" list "workers" list -}}
+{{- end -}}
+{{- $pools := list -}}
 {{- range $index, $model := .Values.cluster.models -}}
-{{- include "tandem.addModel" (list $ $index $model $need) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pools = append $pools (include "tandem.poolNeeds" (list $ $groups $index $role) | fromJson) -}}
 {{- end -}}
-{{- $requests := default dict .Values.node.resources.requests -}}
-{{- $limits := default dict .Values.node.resources.limits -}}
-{{- with default (get $requests "cpu") (get $limits "cpu") -}}
-{{- $cpus := mulf (include "tandem.quantity" . | float64) (float64 $nodes) -}}
-{{- if lt $cpus $need.cpus -}}
-{{- fail (printf "node.resources.requests.cpu: expected %v or more over %v (ranks × engine.threads_per_rank), got %v" $need.cpus (include "tandem.nodes" $nodes) $cpus) -}}
+{{- include "tandem.checkColocation" (list $ $groups $index (slice $pools (sub (len $pools) 2 | int))) -}}
 {{- end -}}
+{{- /* For each set of groups that a pool may use: what the pools that may use nothing else need, and what the set has. */ -}}
+{{- $all := list -}}
+{{- range $groups }}{{ $all = append $all .name }}{{ end -}}
+{{- $sets := list -}}
+{{- range $pools }}{{ $sets = append $sets .groups }}{{ end -}}
+{{- $sets = append $sets $all | uniq -}}
+{{- range $set := $sets -}}
+{{- include "tandem.checkSet" (list $ $groups $pools $set) -}}
 {{- end -}}
-{{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
-{{- $wanted := max (ceil $need.gpus | int) $need.wide -}}
-{{- if gt $wanted (int $gpus) -}}
-{{- fail (printf "node.gpus: expected %v or more over %v (engine.device_share of a GPU for each rank, workers × tp: %s), got %v" $wanted (include "tandem.nodes" $nodes) (join ", " $need.ranks) $gpus) -}}
-{{- end -}}
-{{- include "tandem.checkPacking" (list . $nodes $need.workers) -}}
-{{- include "tandem.checkAutoscaler" . -}}
-{{- with get $limits "memory" -}}
-{{- $memory := include "tandem.quantity" . | float64 -}}
-{{- $shared := include "tandem.quantity" (include "tandem.sharedMemory" $) | float64 -}}
-{{- if lt (mulf $memory (float64 $nodes)) (addf $need.pools (mulf $shared (float64 $nodes))) -}}
-{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) (include "tandem.nodes" $nodes) .) -}}
-{{- end -}}
-{{- end -}}
+{{- include "tandem.checkPacking" (list $groups $pools) -}}
+{{- include "tandem.checkAutoscaler" (list $ $groups) -}}
 {{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
 {{- fail "redis.valkey.tls.existingSecret: expected a Secret, because tls.internal is set and prefix events would be sent unencrypted" -}}
 {{- end -}}
@@ -83,48 +77,161 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Places workers that need whole GPUs on nodes, the widest first, as their ranks share a node. Fails at the first one that
-no node has room for. With three widths or more a better order may exist; Ray does not look for one either. */ -}}
+{{- /* What the workers of one pool need, as JSON: `groups` where they may be, `workers` and `ranks` as numbers, `gpus` of a
+worker that needs whole ones (else 0), and `cpus`, `shares` of GPUs and `bytes` in all. Args: (root, groups, index of the model,
+role). */ -}}
+{{- define "tandem.poolNeeds" -}}
+{{- $root := index . 0 -}}{{- $groups := index . 1 -}}{{- $index := index . 2 -}}{{- $role := index . 3 -}}
+{{- $model := index $root.Values.cluster.models $index -}}
+{{- $pool := default dict (get $model $role) -}}
+{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
+{{- $where := ternary (printf "%s.engine" $role) "engine" (hasKey (default dict $pool.engine) "device") -}}
+{{- $allowed := include "tandem.groupsOf" (list $groups $role $pool.node_groups $index) | fromJsonArray -}}
+{{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
+{{- $share := ternary (default 1.0 $engine.device_share | float64) 0.0 $cuda -}}
+{{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
+{{- $workers := ternary $pool.workers 1 (hasKey $pool "workers") | int -}}
+{{- $ranks := mul $workers $tp -}}
+{{- $widest := 0 -}}
+{{- range $groups }}{{ if has .name $allowed }}{{ $widest = max $widest (.gpus | int) }}{{ end }}{{ end -}}
+{{- $of := include "tandem.setWhere" (list $groups $allowed) -}}
+{{- if and $cuda $ranks (not $widest) -}}
+{{- fail (printf "%s.gpus: expected the GPUs of a node, because cluster.models[%d].%s.device is %s" $of $index $where $engine.device) -}}
+{{- end -}}
+{{- if and $cuda $ranks (gt $tp $widest) -}}
+{{- fail (printf "cluster.models[%d].%s.tp: expected at most %s.gpus (%v), because the ranks of a worker share a node; got %d" $index $role $of $widest $tp) -}}
+{{- end -}}
+{{- if and $cuda $ranks (gt $tp 1) (le $share 0.5) -}}
+{{- fail (printf "cluster.models[%d].%s.tp: expected 1 with engine.device_share %v: Ray may place two shares of at most half a GPU on one GPU, and the ranks of a worker need different ones; got %d" $index $role $share $tp) -}}
+{{- end -}}
+{{- $bytes := mulf (float64 $ranks) (float64 (default 0 $engine.host_kv_memory_bytes)) -}}
+{{- if not (or $cuda $engine.kv_blocks) -}}
+{{- $bytes = addf $bytes (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes))) -}}
+{{- end -}}
+{{- toJson (dict "name" (printf "cluster.models[%d].%s" $index $role) "groups" $allowed "workers" $workers "tp" $tp "ranks" $ranks
+  "cuda" $cuda "gpus" (ternary $tp 0 (gt $share 0.5)) "cpus" (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))
+  "shares" (mulf (float64 $ranks) $share) "bytes" $bytes) -}}
+{{- end -}}
+
+{{- /* The value that a message about these groups names. Args: (groups, names). */ -}}
+{{- define "tandem.setWhere" -}}
+{{- $names := index . 1 -}}{{- $found := list -}}
+{{- range index . 0 }}{{ if has .name $names }}{{ $found = append $found .where }}{{ end }}{{ end -}}
+{{- join " and " $found -}}
+{{- end -}}
+
+{{- define "tandem.checkSet" -}}
+{{- $root := index . 0 -}}{{- $set := index . 3 -}}
+{{- $where := include "tandem.setWhere" (list (index . 1) $set) -}}
+{{- $nodes := 0 -}}{{- $cpus := 0.0 -}}{{- $knowsCpus := true -}}{{- $gpus := 0 -}}{{- $memory := 0.0 -}}{{- $knowsMemory := true -}}{{- $bytes := 0.0 -}}
+{{- $limits := list -}}
+{{- range $group := index . 1 -}}
+{{- if has $group.name $set -}}
+{{- $pods := float64 $group.pods -}}
+{{- $nodes = add $nodes ($group.pods | int) -}}
+{{- $gpus = add $gpus (mul ($group.gpus | int) ($group.pods | int)) -}}
+{{- $requests := default dict $group.resources.requests -}}
+{{- $limit := default dict $group.resources.limits -}}
+{{- with default (get $requests "cpu") (get $limit "cpu") }}{{ $cpus = addf $cpus (mulf (include "tandem.quantity" . | float64) $pods) }}{{ else }}{{ $knowsCpus = false }}{{ end -}}
+{{- with get $limit "memory" -}}
+{{- $memory = addf $memory (mulf (include "tandem.quantity" . | float64) $pods) -}}
+{{- $limits = append $limits . -}}
+{{- else }}{{ $knowsMemory = false }}{{ end -}}
+{{- $context := set (omit $root "Values") "Values" (set (omit $root.Values "node") "node" $group) -}}
+{{- $bytes = addf $bytes (mulf (include "tandem.quantity" (include "tandem.sharedMemory" $context) | float64) $pods) -}}
+{{- end -}}
+{{- end -}}
+{{- $needed := dict "cpus" 0.0 "shares" 0.0 "whole" 0 "bytes" 0.0 -}}{{- $ranks := list -}}
+{{- range $pool := index . 2 -}}
+{{- $inside := true -}}
+{{- range $pool.groups }}{{ if not (has . $set) }}{{ $inside = false }}{{ end }}{{ end -}}
+{{- if $inside -}}
+{{- range $key := list "cpus" "shares" "bytes" }}{{ $_ := set $needed $key (addf (get $needed $key) (get $pool $key)) }}{{ end -}}
+{{- if $pool.gpus }}{{ $_ := set $needed "whole" (add $needed.whole ($pool.ranks | int)) }}{{ end -}}
+{{- if $pool.cuda }}{{ $ranks = append $ranks (printf "%s %d × %d" $pool.name ($pool.workers | int) ($pool.tp | int)) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- $over := include "tandem.nodes" $nodes -}}
+{{- if and $knowsCpus (lt $cpus $needed.cpus) -}}
+{{- fail (printf "%s.resources.requests.cpu: expected %v or more over %v (ranks × engine.threads_per_rank), got %v" $where $needed.cpus $over $cpus) -}}
+{{- end -}}
+{{- $wanted := max (ceil $needed.shares | int) ($needed.whole | int) -}}
+{{- if gt $wanted (int $gpus) -}}
+{{- fail (printf "%s.gpus: expected %v or more over %v (engine.device_share of a GPU for each rank, workers × tp: %s), got %v" $where $wanted $over (join ", " $ranks) $gpus) -}}
+{{- end -}}
+{{- if and $knowsMemory (lt $memory (addf $needed.bytes $bytes)) -}}
+{{- fail (printf "%s.resources.limits.memory: expected more than %.0fMi over %v for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" $where (divf (addf $needed.bytes $bytes) 1048576) $over (join ", " (uniq $limits))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Places workers that need whole GPUs on nodes, the widest first, and among them those with the fewest groups, as their ranks
+share a node. Fails at the first one that no node has room for. With three widths or more a better order may exist; Ray does not
+look for one either. Args: (groups, pools). */ -}}
 {{- define "tandem.checkPacking" -}}
-{{- $root := index . 0 -}}{{- $nodes := index . 1 | int -}}{{- $workers := index . 2 -}}
-{{- $each := $root.Values.node.gpus | int -}}
-{{- $free := dict -}}
-{{- range $node := until $nodes }}{{ $_ := set $free (toString $node) $each }}{{ end -}}
-{{- range $width := untilStep $each 0 -1 -}}
-{{- range $worker := $workers -}}
-{{- if eq (int $worker.gpus) $width -}}
-{{- $found := "" -}}
-{{- range $node := until $nodes -}}
-{{- if and (not $found) (ge (get $free (toString $node) | int) $width) }}{{ $found = toString $node }}{{ end -}}
+{{- $groups := index . 0 -}}
+{{- $free := list -}}{{- $most := 0 -}}
+{{- range $group := $groups -}}
+{{- $most = max $most ($group.gpus | int) -}}
+{{- range until ($group.pods | int) }}{{ $free = append $free (dict "group" $group.name "gpus" ($group.gpus | int)) }}{{ end -}}
+{{- end -}}
+{{- range $width := untilStep (int $most) 0 -1 -}}
+{{- range $choices := untilStep 1 (add (len $groups) 1 | int) 1 -}}
+{{- range $pool := index $ 1 -}}
+{{- if and (eq ($pool.gpus | int) $width) (eq (len $pool.groups) $choices) -}}
+{{- range until ($pool.workers | int) -}}
+{{- $found := dict -}}
+{{- range $node := $free -}}
+{{- if and (not $found) (has $node.group $pool.groups) (ge $node.gpus $width) }}{{ $found = $node }}{{ end -}}
 {{- end -}}
 {{- if not $found -}}
-{{- fail (printf "node.gpus: %s has a worker of %d GPUs that fits on no node: the ranks of a worker share a node, and what is left of %s of %d GPUs is less on each; add a node, or choose tp so that workers fill nodes" $worker.name $width (include "tandem.nodes" $nodes) $each) -}}
+{{- $nodes := list -}}
+{{- range $groups }}{{ if has .name $pool.groups }}{{ $nodes = append $nodes (printf "%s of %d GPUs" (include "tandem.nodes" (.pods | int)) (.gpus | int)) }}{{ end }}{{ end -}}
+{{- fail (printf "%s.gpus: %s has a worker of %d GPUs that fits on no node: the ranks of a worker share a node, and what is left of %s is less on each; add a node, or choose tp so that workers fill nodes" (include "tandem.setWhere" (list $groups $pool.groups)) $pool.name $width (join " and " $nodes)) -}}
 {{- end -}}
-{{- $_ := set $free $found (sub (get $free $found | int) $width) -}}
+{{- $_ := set $found "gpus" (sub $found.gpus $width | int) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* The autoscaler's limits must have room on the most nodes there may be. */ -}}
+{{- /* With colocate: require a node must have room for a worker of each role. Args: (root, groups, index of the model, its pools). */ -}}
+{{- define "tandem.checkColocation" -}}
+{{- $model := index (index . 0).Values.cluster.models (index . 2) -}}
+{{- if eq (default "prefer" $model.colocate) "require" -}}
+{{- $prefill := index . 3 | first -}}{{- $decode := index . 3 | last -}}
+{{- $both := add ($prefill.gpus | int) ($decode.gpus | int) -}}
+{{- $most := -1 -}}
+{{- range index . 1 }}{{ if and (has .name $prefill.groups) (has .name $decode.groups) }}{{ $most = max $most (.gpus | int) }}{{ end }}{{ end -}}
+{{- if gt (int $both) (int $most) -}}
+{{- fail (printf "cluster.models[%d].colocate: expected prefer or no: a prefill and a decode worker need %d GPUs of one node, and no node that both may be on has more than %d; got require" (index . 2) $both (max $most 0)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The autoscaler's limits must have room on the most nodes there may be. Args: (root, groups). */ -}}
 {{- define "tandem.checkAutoscaler" -}}
-{{- $scaler := default dict .Values.cluster.autoscaler -}}
+{{- $root := index . 0 -}}
+{{- $scaler := default dict $root.Values.cluster.autoscaler -}}
 {{- if and $scaler.enabled $scaler.max_workers -}}
-{{- $nodes := add (max (.Values.node.maxReplicas | int) (.Values.node.replicas | int)) (ternary 1 0 .Values.node.onHead) | int -}}
-{{- if and .Values.node.onHead (not (.Values.node.replicas | int)) }}{{ $nodes = 1 }}{{ end -}}
+{{- $nodes := 0 -}}{{- $gpus := 0 -}}
+{{- range $group := index . 1 -}}
+{{- $nodes = add $nodes ($group.most | int) -}}
+{{- $gpus = add $gpus (mul ($group.most | int) ($group.gpus | int)) -}}
+{{- end -}}
 {{- $least := 0.0 -}}
-{{- range $index, $model := .Values.cluster.models -}}
+{{- range $index, $model := $root.Values.cluster.models -}}
 {{- $narrow := -1.0 -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := default dict (get $model $role) -}}
 {{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
-{{- $gpus := mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
-{{- if not (hasPrefix "cuda" (default "cpu" $engine.device)) }}{{ $gpus = 0.0 }}{{ end -}}
-{{- if or (lt $narrow 0.0) (lt $gpus $narrow) }}{{ $narrow = $gpus }}{{ end -}}
+{{- $each := mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
+{{- if not (hasPrefix "cuda" (default "cpu" $engine.device)) }}{{ $each = 0.0 }}{{ end -}}
+{{- if or (lt $narrow 0.0) (lt $each $narrow) }}{{ $narrow = $each }}{{ end -}}
 {{- end -}}
 {{- $least = addf $least (mulf $narrow (float64 $scaler.max_workers)) -}}
 {{- end -}}
-{{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
 {{- if gt $least (float64 $gpus) -}}
 {{- fail (printf "cluster.autoscaler.max_workers: expected at most what %s can hold (node.maxReplicas × node.gpus: %d GPUs), got %d workers of each model, which need at least %v; lower it, or raise node.maxReplicas" (include "tandem.nodes" $nodes) $gpus (int $scaler.max_workers) $least) -}}
 {{- end -}}
@@ -133,39 +240,4 @@ no node has room for. With three widths or more a better order may exist; Ray do
 
 {{- define "tandem.nodes" -}}
 {{- . }} node{{ ternary "" "s" (eq (int .) 1) -}}
-{{- end -}}
-
-{{- define "tandem.addModel" -}}
-{{- $root := index . 0 -}}{{- $index := index . 1 -}}{{- $model := index . 2 -}}{{- $need := index . 3 -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- $pool := default dict (get $model $role) -}}
-{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
-{{- $where := ternary (printf "%s.engine" $role) "engine" (hasKey (default dict $pool.engine) "device") -}}
-{{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
-{{- $share := default 1.0 $engine.device_share | float64 -}}
-{{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
-{{- $ranks := mul (ternary $pool.workers 1 (hasKey $pool "workers") | int) $tp -}}
-{{- if and $cuda $ranks (not $root.Values.node.gpus) -}}
-{{- fail (printf "node.gpus: expected the GPUs of a node, because cluster.models[%d].%s.device is %s" $index $where $engine.device) -}}
-{{- end -}}
-{{- if and $cuda $ranks (gt $tp ($root.Values.node.gpus | int)) -}}
-{{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), because the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
-{{- end -}}
-{{- if and $cuda $ranks (gt $tp 1) (le $share 0.5) -}}
-{{- fail (printf "cluster.models[%d].%s.tp: expected 1 with engine.device_share %v: Ray may place two shares of at most half a GPU on one GPU, and the ranks of a worker need different ones; got %d" $index $role $share $tp) -}}
-{{- end -}}
-{{- $_ := set $need "cpus" (addf $need.cpus (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))) -}}
-{{- if $cuda -}}
-{{- $_ := set $need "gpus" (addf $need.gpus (mulf (float64 $ranks) $share)) -}}
-{{- if gt $share 0.5 }}{{ $_ := set $need "wide" (add $need.wide $ranks | int) }}{{ end -}}
-{{- $gpus := ternary $tp 1 (gt $share 0.5) | int -}}
-{{- range $_ := until (ternary (div $ranks $tp | int) 0 (gt $share 0.5)) -}}
-{{- $_ := set $need "workers" (append $need.workers (dict "gpus" $gpus "name" (printf "cluster.models[%d].%s" $index $role))) -}}
-{{- end -}}
-{{- $_ := set $need "ranks" (append $need.ranks (printf "cluster.models[%d].%s %d × %d" $index $role (div $ranks $tp) $tp)) -}}
-{{- else if not $engine.kv_blocks -}}
-{{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}
-{{- end -}}
-{{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 0 $engine.host_kv_memory_bytes)))) -}}
-{{- end -}}
 {{- end -}}

@@ -34,12 +34,21 @@
 {{- if and $tls (has $transport (list "nccl" "nixl" "process_group")) -}}
 {{- fail (printf "cluster.transfer.transport: expected auto, mapped or tcp with tls.internal, got %s, which cannot be encrypted; set another transport, or remove tls.internal" $transport) -}}
 {{- end -}}
-{{- with .Values.node.rdma.resource -}}
+{{- $seen := list "nodes" -}}
+{{- range $index, $group := .Values.nodeGroups -}}
+{{- if has $group.name $seen -}}
+{{- fail (printf "nodeGroups[%d].name: expected another name than %s, which another group has" $index $group.name) -}}
+{{- end -}}
+{{- $seen = append $seen $group.name -}}
+{{- end -}}
+{{- range $group := include "tandem.nodeGroups" . | fromJsonArray -}}
+{{- with $group.rdma.resource -}}
 {{- if not (has $transport (list "auto" "nixl")) -}}
-{{- fail (printf "node.rdma.resource: expected none with cluster.transfer.transport %s: only nixl, which auto takes too, uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: auto with an image that has NIXL" $transport .) -}}
+{{- fail (printf "%s.rdma.resource: expected none with cluster.transfer.transport %s: only nixl, which auto takes too, uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: auto with an image that has NIXL" $group.where $transport .) -}}
 {{- end -}}
 {{- if $tls -}}
-{{- fail (printf "node.rdma.resource: expected none with tls.internal: nixl cannot be encrypted, so %s would be reserved for nothing; remove one of them" .) -}}
+{{- fail (printf "%s.rdma.resource: expected none with tls.internal: nixl cannot be encrypted, so %s would be reserved for nothing; remove one of them" $group.where .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
@@ -158,7 +167,9 @@
   "containers" (list "ray-head" "ray-node" "valkey" "router")
   "initContainers" (list "ray-head" "ray-node" "valkey" "router") -}}
 {{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" -}}
-{{- range $where, $pod := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
+{{- $pods := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
+{{- range $index, $group := .Values.nodeGroups }}{{ with $group.pod }}{{ $_ := set $pods (printf "nodeGroups[%d].pod" $index) . }}{{ end }}{{ end -}}
+{{- range $where, $pod := $pods -}}
 {{- range $kind, $names := $taken -}}
 {{- range $number, $each := get $pod $kind | default list -}}
 {{- if or (has $each.name $names) (hasPrefix "pull-model-" $each.name) -}}

@@ -65,7 +65,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* "true" if several pods exchange KV and prefix events, else empty. */ -}}
 {{- define "tandem.severalPods" -}}
-{{- if or (gt (.Values.node.replicas | int) 0) (not .Values.node.onHead) (include "tandem.routerPods" .) }}true{{ end -}}
+{{- if or (gt (.Values.node.replicas | int) 0) .Values.nodeGroups (not .Values.node.onHead) (include "tandem.routerPods" .) }}true{{ end -}}
 {{- end -}}
 
 {{- /* "true" if routers have pods of their own, else empty. */ -}}

@@ -275,6 +275,7 @@ initContainers:
 topologySpreadConstraints:
   {{- range . }}
   {{- $labels := merge (dict "app.kubernetes.io/component" $component) (include "tandem.selectorLabels" $root | fromYaml) }}
+  {{- if and (eq $component "node") (ne $root.Values.node.name "nodes") }}{{ $_ := set $labels "tandem/node-group" $root.Values.node.name }}{{ end }}
   - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
   {{- end }}
 {{- end }}

@@ -89,6 +89,9 @@ metadata:
   labels:
     {{- include "tandem.podLabels" . | nindent 4 }}
     app.kubernetes.io/component: node
+    {{- if ne .Values.node.name "nodes" }}
+    tandem/node-group: {{ .Values.node.name }}
+    {{- end }}
     {{- with include "tandem.podList" (list . "node" "labels") }}{{- . | nindent 4 }}{{- end }}
   {{- with include "tandem.podAnnotations" (list . "node") }}
   annotations:

@@ -22,6 +22,9 @@
 {{- end -}}
 {{- /* A container's logs are what it prints. */ -}}
 {{- $_ := set $spec "observability" (mergeOverwrite (dict "logs" (dict "target" "stdout")) (default dict $spec.observability)) -}}
+{{- if include "tandem.hasGroups" . -}}
+{{- $_ := set $spec "models" (include "tandem.groupedModels" . | fromJsonArray) -}}
+{{- end -}}
 {{- $several := eq (include "tandem.severalPods" .) "true" -}}
 {{- $set := dict
   "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)

@@ -17,7 +17,11 @@ from cluster.kubernetes import KubernetesApi, Pod
 from cluster.rollout import Rollout, Wanted, main
 from tandem.errors import ConfigError, UnavailableError
 
-WANTED = [Wanted("head", 1, "new"), Wanted("node", 2, "new")]
+WANTED = [Wanted("head", 1, "new"), Wanted("node/nodes", 2, "new")]
+
+
+def component_of(name: str) -> str:
+    return "head" if name.startswith("head") else "node/nodes"
 
 
 class Site:
@@ -25,7 +29,7 @@ class Site:
     again at the third question after a deletion."""
 
     def __init__(self, *names: str, template: str = "new", works: bool = True) -> None:
-        self.pods = {name: Pod(name, f"uid-{name}", name.partition("-")[0], "old", True, False) for name in names}
+        self.pods = {name: Pod(name, f"uid-{name}", component_of(name), "old", True, False) for name in names}
         self.template, self.works = template, works
         self.deleted: list[str] = []
         self.workers_away = 0
@@ -37,7 +41,7 @@ class Site:
             if pod.is_ending:
                 del self.pods[name]
                 self._turns += 1
-                new = f"{pod.component}-n{self._turns}"
+                new = f"{pod.name.partition('-')[0]}-n{self._turns}"
                 self.pods[new] = Pod(new, f"uid-{new}", pod.component, self.template, False, False)
             elif not pod.is_ready and self.works:
                 self.pods[name] = Pod(name, pod.uid, pod.component, pod.template, True, False)
@@ -75,7 +79,7 @@ async def test_a_change_that_cannot_work_stops_at_its_first_pod_and_can_be_taken
         await rollout(site, 0.05).run()
     assert site.deleted == ["head-a"]
     site.template, site.works = "old", True
-    back = Rollout(site, site.unready, [Wanted("head", 1, "old"), Wanted("node", 2, "old")], 30.0, poll_s=0.001)
+    back = Rollout(site, site.unready, [Wanted("head", 1, "old"), Wanted("node/nodes", 2, "old")], 30.0, poll_s=0.001)
     assert await back.run() == 1
     assert {pod.template for pod in site.pods.values()} == {"old"}
 
@@ -105,16 +109,16 @@ async def test_nodes_that_have_lost_their_head_are_left_alone(caplog: pytest.Log
     site = Site("head-a", "node-a", "node-b", works=False)
     site.pods["head-a"] = Pod("head-a", "uid-head-a", "head", "new", False, False)
     for name in ("node-a", "node-b"):
-        site.pods[name] = Pod(name, f"uid-{name}", "node", "old", False, False)
+        site.pods[name] = Pod(name, f"uid-{name}", "node/nodes", "old", False, False)
     with pytest.raises(UnavailableError, match="0 of 1 head pod ready"):
         await rollout(site, 0.05).run()
     assert site.deleted == []
     site.pods["head-a"] = Pod("head-a", "uid-head-a", "head", "new", True, False)
-    with pytest.raises(UnavailableError, match="0 of 2 node pods ready"):
+    with pytest.raises(UnavailableError, match="0 of 2 node/nodes pods ready"):
         await rollout(site, 0.05).run()
     assert site.deleted == [], "they have not noticed it yet"
     broken = Rollout(site, site.unready, WANTED, 0.3, poll_s=0.001, broken_s=0.05)
-    with pytest.raises(UnavailableError, match="of 2 node pods ready"):
+    with pytest.raises(UnavailableError, match="of 2 node/nodes pods ready"):
         await broken.run()
     assert site.deleted == ["node-a", "node-b"], "not ready with a head for so long: broken themselves"
 

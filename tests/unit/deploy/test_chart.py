@@ -79,7 +79,9 @@ def test_every_rendered_spec_is_a_valid_cluster_spec(render: Render, name: str) 
     spec = cluster_spec(render(*values(name)))
     assert (spec.router.http_host, spec.router.grpc_host) == (POD_IP, POD_IP)
     assert (spec.control.backend, spec.control.ray_address) == ("ray", "auto")
-    assert spec.transfer.bind_host == ("auto" if name in ("two-racks", "own-additions", "router-pods") else "127.0.0.1")
+    assert spec.transfer.bind_host == (
+        "auto" if name in ("two-racks", "mixed-groups", "own-additions", "router-pods") else "127.0.0.1"
+    )
 
 
 def test_values_under_cluster_reach_the_spec(render: Render) -> None:

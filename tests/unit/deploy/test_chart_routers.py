@@ -249,7 +249,7 @@ def test_a_job_replaces_the_pods_that_a_change_concerns_and_no_others(render: Re
     (container,) = pod["containers"]
     assert container["command"] == ["python", "-m", "cluster.rollout"]
     asked = [Wanted.parse(part.removeprefix("--pods=")) for part in container["args"] if part.startswith("--pods=")]
-    assert asked == [Wanted("head", 1, templates(before)["head"]), Wanted("node", 2, templates(before)["node"])]
+    assert asked == [Wanted("head", 1, templates(before)["head"]), Wanted("node/nodes", 2, templates(before)["node"])]
     volumes = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
     assert volumes == ["test-tandem-roll-tls"]
     role = before["Role", "test-tandem-roll"]["rules"]

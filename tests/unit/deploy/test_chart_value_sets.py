@@ -42,6 +42,9 @@ SETS: dict[str, str] = {
     "ray.gcsFaultTolerance.enabled=true,ray.gcsFaultTolerance.existingSecret=r",
     "2P:1D of width 4 on three nodes": f"{NODES},node.replicas=3,node.gpus=4,cluster.models[0].prefill.workers=2,"
     "cluster.models[0].prefill.tp=4,cluster.models[0].decode.tp=4",
+    "groups of nodes": f"{NODES},node.gpus=4,nodeGroups[0].name=h100,nodeGroups[0].replicas=2,"
+    "nodeGroups[0].roles[0]=prefill,nodeGroups[1].name=h200,nodeGroups[1].replicas=1,nodeGroups[1].gpus=8,nodeGroups[1].rdma.resource=rdma/hca",
+    "roles on one machine": f"{GPUS},node.gpus=2,cluster.models[0].colocate=require",
     "one machine of two GPUs": f"{GPUS},node.gpus=2",
     "autoscaling": f"{NODES},node.replicas=2,node.gpus=4,node.maxReplicas=4,cluster.autoscaler.enabled=true,"
     "cluster.autoscaler.max_workers=8",
