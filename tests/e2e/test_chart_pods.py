@@ -75,6 +75,20 @@ ROLLING = ROUTER_PODS | {
     "upgrade": {"strategy": "rolling"},
 }
 
+# Each role has machines of its own, with a CPU for one worker.
+GROUPS = ROUTER_PODS | {
+    "node": {"onHead": False, "resources": ROLLING["node"]["resources"]},
+    "nodeGroups": [
+        {"name": "fill", "roles": ["prefill"], "replicas": 1},
+        {"name": "write", "replicas": 1, "roles": ["decode"]},
+    ],
+}
+GROWN = GROUPS | {
+    "nodeGroups": [GROUPS["nodeGroups"][0], GROUPS["nodeGroups"][1] | {"replicas": 2}],
+    "cluster": GROUPS["cluster"]
+    | {"models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 2}}]},
+}
+
 Manifest = dict[str, Any]
 
 
@@ -266,15 +280,13 @@ class Deployment:
 
     def start(self) -> None:
         config = self.manifests["ConfigMap", "test-tandem"]["data"]
-        ray = self.manifests["RayCluster", "test-tandem"]["spec"]
-        (nodes,) = ray["workerGroupSpecs"]
         valkey = self.manifests["Deployment", "test-tandem-valkey"]["spec"]
         (container,) = valkey["template"]["spec"]["containers"]
         self.pods["valkey"] = Pod("valkey", self.machines.nodes[0], VALKEY_IP, container, self.folder / "v", config)
         self.pods["valkey"].start(self._given)
         self.start_head()
         self.wait(self.ray_answers, 90.0)  # KubeRay's own init container of nodes
-        for number in range(nodes["replicas"]):
+        for number in range(len(self._node_groups)):
             self.start_node(number)
         for number in range(self._router_replicas):
             self.add_router(number)
@@ -294,10 +306,15 @@ class Deployment:
         group = self.manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]
         return self._start_ray("head", self.machines.head, HEAD_IP, group)
 
+    @property
+    def _node_groups(self) -> list[Manifest]:
+        """The group of each node pod."""
+        groups = self.manifests["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"]
+        return [group for group in groups for _ in range(group["replicas"])]
+
     def start_node(self, number: int) -> Pod:
-        (group,) = self.manifests["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"]
         name = f"node{number or ''}"
-        return self._start_ray(name, self.machines.nodes[number], NODE_IPS[number], group)
+        return self._start_ray(name, self.machines.nodes[number], NODE_IPS[number], self._node_groups[number])
 
     def _start_ray(self, name: str, machine: str, ip: str, group: Manifest) -> Pod:
         ray = self.manifests["RayCluster", "test-tandem"]["spec"]
@@ -402,6 +419,8 @@ def _kuberay_env(ray: Manifest, group: Manifest, container: Manifest, *, is_head
         "memory": str(4 << 30),
         "num-cpus": requests["cpu"],
     } | group["rayStartParams"]
+    if labels := group.get("labels"):
+        params["labels"] = ",".join(f"{key}={value}" for key, value in labels.items())
     if "REDIS_PASSWORD" in tables:
         params |= {"redis-username": "$REDIS_USERNAME", "redis-password": "$REDIS_PASSWORD"}
     first = "ray start --head" if is_head else f"ray start --address={head}:6379"
@@ -619,6 +638,51 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
     assert deployment.tandem_processes() != [], "the next head would take them over"
     deployment.pods["node"].terminate(120.0)
     assert deployment.tandem_processes() == []
+
+
+@pytest.mark.parametrize("manifests", [GROUPS], indirect=True, ids=["two groups"])
+def test_a_node_group_grows_and_shrinks_and_no_request_fails(deployment: Deployment, tmp_path: Path) -> None:
+    """Each role stays on the machines of its group."""
+    deployment.start()
+    head = deployment.pods["head"]
+    deployment.wait(lambda: head.probe("readinessProbe"), 60.0)
+    routers = [deployment.pods[f"router-{name}"] for name in "ab"]
+    deployment.wait(lambda: all(router.probe("readinessProbe") for router in routers), 150.0)
+    assert hosts(deployment) == {"prefill-0": NODE_IPS[0], "decode-0": NODE_IPS[1]}
+    before = epochs(deployment)
+    clients = Clients(deployment)
+
+    def upgrade(values: Manifest) -> None:
+        deployment.manifests = rendered(values, tmp_path)
+        head.mount({"cluster.yaml": deployment.manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"]})
+
+    try:
+        deployment.wait(lambda: clients.answers >= 4, 60.0)
+        upgrade(GROWN)
+        deployment.start_node(2)  # KubeRay's, of the group that grew
+        deployment.wait(lambda: hosts(deployment).get("decode-1") == NODE_IPS[2], 120.0)
+        assert {name: epoch for name, epoch in epochs(deployment).items() if name in before} == before
+        answered = clients.answers
+        deployment.wait(lambda: clients.answers >= answered + 4, 60.0)
+        upgrade(GROUPS)
+        deployment.wait(lambda: len(deployment.status()["workers"]) == 2, 60.0)
+        gone = deployment.pods.pop("node2")
+        gone.terminate(120.0)
+        deployment.wait(lambda: hosts(deployment) == {"prefill-0": NODE_IPS[0], "decode-0": NODE_IPS[1]}, 60.0)
+        answered = clients.answers
+        deployment.wait(lambda: clients.answers >= answered + 4, 60.0)
+    finally:
+        clients.close()
+    assert clients.failures == []
+    for worker in deployment.status()["workers"]:
+        blocks = worker["blocks"]
+        assert blocks["free"] + blocks["cached"] == blocks["total"]
+
+
+def hosts(deployment: Deployment) -> dict[str, str]:
+    """The machine of each worker that serves."""
+    workers = [worker for worker in deployment.status()["workers"] if worker["state"] == "ready"]
+    return {worker["id"]: worker["address"].partition(":")[0] for worker in workers}
 
 
 class Operator:

@@ -36,13 +36,25 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- if and (eq .Values.redis.mode "embedded") (eq (include "tandem.severalPods" .) "true") -}}
 {{- fail "redis.mode: expected valkey or external with several pods: only the head pod can reach the embedded Redis" -}}
 {{- end -}}
+{{- $grows := .Values.ray.autoscaling.enabled -}}
+{{- $most := 0 -}}
 {{- range $group := $groups -}}
+{{- $most = add $most ($group.most | int) -}}
+{{- if and $grows ($group.replicas | int) -}}
+{{- fail (printf "%s.replicas: expected 0 with ray.autoscaling.enabled, which begins with %s.minReplicas, got %v; set that instead" $group.where $group.where $group.replicas) -}}
+{{- end -}}
+{{- if and $grows (gt ($group.minReplicas | int) ($group.maxReplicas | int)) -}}
+{{- fail (printf "%s.minReplicas: expected at most %s.maxReplicas (%v), got %v" $group.where $group.where $group.maxReplicas $group.minReplicas) -}}
+{{- end -}}
 {{- if lt ($group.maxReplicas | int) ($group.replicas | int) -}}
 {{- fail (printf "%s.maxReplicas: expected at least %s.replicas (%v), got %v" $group.where $group.where $group.replicas $group.maxReplicas) -}}
 {{- end -}}
-{{- if gt ($group.minReplicas | int) ($group.replicas | int) -}}
+{{- if and (not $grows) (gt ($group.minReplicas | int) ($group.replicas | int)) -}}
 {{- fail (printf "%s.minReplicas: expected at most %s.replicas (%v), got %v" $group.where $group.where $group.replicas $group.minReplicas) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $grows (not $most) -}}
+{{- fail "ray.autoscaling.enabled: expected maxReplicas of node or of a group in nodeGroups: there would be no nodes" -}}
 {{- end -}}
 {{- $pools := list -}}
 {{- range $index, $model := .Values.cluster.models -}}
@@ -141,15 +153,19 @@ role). */ -}}
 {{- $bytes = addf $bytes (mulf (include "tandem.quantity" (include "tandem.sharedMemory" $context) | float64) $pods) -}}
 {{- end -}}
 {{- end -}}
-{{- $needed := dict "cpus" 0.0 "shares" 0.0 "whole" 0 "bytes" 0.0 -}}{{- $ranks := list -}}
+{{- $needed := dict "cpus" 0.0 "shares" 0.0 "whole" 0 "bytes" 0.0 -}}{{- $ranks := list -}}{{- $names := list -}}
 {{- range $pool := index . 2 -}}
 {{- $inside := true -}}
 {{- range $pool.groups }}{{ if not (has . $set) }}{{ $inside = false }}{{ end }}{{ end -}}
 {{- if $inside -}}
+{{- if $pool.ranks }}{{ $names = append $names $pool.name }}{{ end -}}
 {{- range $key := list "cpus" "shares" "bytes" }}{{ $_ := set $needed $key (addf (get $needed $key) (get $pool $key)) }}{{ end -}}
 {{- if $pool.gpus }}{{ $_ := set $needed "whole" (add $needed.whole ($pool.ranks | int)) }}{{ end -}}
 {{- if $pool.cuda }}{{ $ranks = append $ranks (printf "%s %d × %d" $pool.name ($pool.workers | int) ($pool.tp | int)) }}{{ end -}}
 {{- end -}}
+{{- end -}}
+{{- if and $names (not $nodes) -}}
+{{- fail (printf "%s.replicas: expected at least 1: workers of %s may be nowhere else" $where (join " and " $names)) -}}
 {{- end -}}
 {{- $over := include "tandem.nodes" $nodes -}}
 {{- if and $knowsCpus (lt $cpus $needed.cpus) -}}
@@ -200,6 +216,9 @@ look for one either. Args: (groups, pools). */ -}}
 {{- define "tandem.checkColocation" -}}
 {{- $model := index (index . 0).Values.cluster.models (index . 2) -}}
 {{- if eq (default "prefer" $model.colocate) "require" -}}
+{{- if (index . 0).Values.ray.autoscaling.enabled -}}
+{{- fail (printf "cluster.models[%d].colocate: expected prefer or no with ray.autoscaling.enabled: a worker that waits for a partner's machine asks for no new one; got require" (index . 2)) -}}
+{{- end -}}
 {{- $prefill := index . 3 | first -}}{{- $decode := index . 3 | last -}}
 {{- $both := add ($prefill.gpus | int) ($decode.gpus | int) -}}
 {{- $most := -1 -}}

@@ -163,8 +163,8 @@
 {{- define "tandem.checkPods" -}}
 {{- $taken := dict
   "env" (list "POD_IP" "POD_NAME" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
-  "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls")
-  "containers" (list "ray-head" "ray-node" "valkey" "router")
+  "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls" "autoscaler-token")
+  "containers" (list "ray-head" "ray-node" "valkey" "router" "autoscaler")
   "initContainers" (list "ray-head" "ray-node" "valkey" "router") -}}
 {{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" -}}
 {{- $pods := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}

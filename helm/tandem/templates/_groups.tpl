@@ -1,27 +1,32 @@
 {{- /* Node groups: `node` is the group `nodes`; those of nodeGroups have what they say, and otherwise what `node` says. */ -}}
 
 {{- /* The groups with pods, as a JSON array of their values with `name`, `where` (the value to name in a message), `pods` and `most`
-(the number of pods now and at most; with onHead the head pod is one of `nodes`). A template takes one in place of `node`. */ -}}
+(the number of pods now and at most; with ray.autoscaling both are at most; with onHead the head pod is one of `nodes`). A template takes one in place of `node`. */ -}}
 {{- define "tandem.nodeGroups" -}}
 {{- $found := list -}}
-{{- $head := ternary 1 0 .Values.node.onHead -}}
-{{- $node := .Values.node -}}
-{{- if or (gt ($node.replicas | int) 0) $node.onHead -}}
-{{- $most := max ($node.maxReplicas | int) ($node.replicas | int) -}}
-{{- if not ($node.replicas | int) }}{{ $most = 0 }}{{ end -}}
-{{- $numbers := dict "name" "nodes" "where" "node" "pods" (add ($node.replicas | int) $head) "most" (add $most $head) -}}
-{{- $found = append $found (merge $numbers (deepCopy $node)) -}}
+{{- $node := .Values.node -}}{{- $grows := .Values.ray.autoscaling.enabled -}}
+{{- $names := list -}}
+{{- if or (gt ($node.replicas | int) 0) $node.onHead (and $grows (not .Values.nodeGroups)) -}}
+{{- $found = append $found (dict "name" "nodes" "where" "node" "onHead" $node.onHead) -}}
+{{- $names = append $names $node -}}
 {{- end -}}
 {{- range $index, $group := .Values.nodeGroups -}}
-{{- $own := dict "name" $group.name "where" (printf "nodeGroups[%d]" $index) "pods" ($group.replicas | int) "most" (max ($group.maxReplicas | default 0 | int) ($group.replicas | int)) -}}
+{{- $found = append $found (dict "name" $group.name "where" (printf "nodeGroups[%d]" $index) "onHead" false) -}}
+{{- $names = append $names $group -}}
+{{- end -}}
+{{- range $number, $group := $found -}}
+{{- $own := index $names $number -}}
+{{- $replicas := default 0 $own.replicas | int -}}
 {{- /* Not by `merge`, which takes 0 and [] for absent. */ -}}
-{{- range $values := list $group (dict "minReplicas" 0 "maxReplicas" ($group.replicas | int)) $node -}}
+{{- range $values := list $own (dict "replicas" 0 "minReplicas" 0 "maxReplicas" $replicas) $node -}}
 {{- range $key, $value := $values -}}
-{{- if not (hasKey $own $key) }}{{ $_ := set $own $key $value }}{{ end -}}
+{{- if not (hasKey $group $key) }}{{ $_ := set $group $key $value }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- $_ := set $own "onHead" false -}}
-{{- $found = append $found $own -}}
+{{- $head := ternary 1 0 $group.onHead -}}
+{{- $most := ternary (max ($group.maxReplicas | int) $replicas) 0 (or $grows (gt $replicas 0)) -}}
+{{- $_ := set $group "most" (add $most $head) -}}
+{{- $_ := set $group "pods" (ternary (add $most $head) (add $replicas $head) $grows) -}}
 {{- end -}}
 {{- toJson $found -}}
 {{- end -}}

@@ -63,9 +63,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.serviceAccount.name | default (include "tandem.fullname" .) -}}
 {{- end -}}
 
+{{- define "tandem.headServiceAccount" -}}
+{{- if and .Values.ray.autoscaling.enabled (not .Values.serviceAccount.name) -}}
+{{ include "tandem.fullname" . }}-head
+{{- else -}}
+{{ include "tandem.serviceAccount" . }}
+{{- end -}}
+{{- end -}}
+
 {{- /* "true" if several pods exchange KV and prefix events, else empty. */ -}}
 {{- define "tandem.severalPods" -}}
-{{- if or (gt (.Values.node.replicas | int) 0) .Values.nodeGroups (not .Values.node.onHead) (include "tandem.routerPods" .) }}true{{ end -}}
+{{- if or (gt (.Values.node.replicas | int) 0) .Values.nodeGroups .Values.ray.autoscaling.enabled (not .Values.node.onHead) (include "tandem.routerPods" .) }}true{{ end -}}
 {{- end -}}
 
 {{- /* "true" if routers have pods of their own, else empty. */ -}}

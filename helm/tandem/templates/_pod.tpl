@@ -166,6 +166,14 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 - name: config
   configMap: {name: {{ include "tandem.fullname" $root }}}
 {{- end }}
+{{- if and (eq $component "head") $root.Values.ray.autoscaling.enabled }}
+- name: autoscaler-token
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end }}
 {{- with include "tandem.internalSecret" . }}
 - name: tls-internal
   secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
@@ -221,7 +229,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- /* Args: (root, head, node or router). */ -}}
 {{- define "tandem.podSpec" -}}
 {{- $root := index . 0 -}}
-serviceAccountName: {{ include "tandem.serviceAccount" $root }}
+serviceAccountName: {{ include (ternary "tandem.headServiceAccount" "tandem.serviceAccount" (eq (index . 1) "head")) $root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- $grace := $root.Values.terminationGracePeriodSeconds }}

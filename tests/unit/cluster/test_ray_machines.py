@@ -1,4 +1,4 @@
-"""Workers go to the Ray nodes that their group and their partners ask for: real Ray, six nodes on this machine."""
+"""Workers go to the Ray nodes that their group and their partners ask for: real Ray, several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SCRIPT = textwrap.dedent(
     import asyncio, pathlib, sys
     from cluster.backends.ray_env import prepare_local_ray
     prepare_local_ray(None)
+    from ray.autoscaler.v2.sdk import get_cluster_status
     from ray.cluster_utils import Cluster
     from cluster.backends.protocol import Resources, Where
     from cluster.backends.ray_backend import RayBackend
@@ -71,6 +72,19 @@ SCRIPT = textwrap.dedent(
         except ConfigError as error:
             assert "beside workers of the other role (colocate: require)" in error.message, error.message
         await backend.place("p-0", wide, Where(("pairs",), Colocate.PREFER, (), ("d-0",), GPU))
+        # A worker without room is what Ray's autoscaler counts, and waits for the node that this brings.
+        waiting = asyncio.create_task(backend.place("late", GPU, Where(node_groups=("late",))))
+        while not get_cluster_status(nodes.address).resource_demands.placement_group_demand:
+            await asyncio.sleep(0.1)
+        assert not waiting.done()
+        names[add("late", 1).node_id] = "late-0"
+        await waiting
+        assert at("late") == "late-0"
+        while get_cluster_status(nodes.address).resource_demands.placement_group_demand:
+            await asyncio.sleep(0.1)
+        await backend.release("late")
+        while "late-0" not in {names.get(each.node_id) for each in get_cluster_status(nodes.address).idle_nodes}:
+            await asyncio.sleep(0.1)
         await backend.close()
         nodes.shutdown()
         print("all good")

@@ -114,7 +114,7 @@ def test_a_rollout_counts_each_group_by_its_own_template(render: Render) -> None
         (f"{A},nodeGroups[0].rdma.resource=rdma/x,cluster.transfer.transport=tcp", "nodeGroups[0].rdma.resource"),
         (f"{A},nodeGroups[0].pod.env[0].name=POD_IP", "nodeGroups[0].pod.env[0].name: expected another name"),
         ("nodeGroups[0].name=nodes,nodeGroups[0].replicas=1", "nodeGroups"),
-        ("nodeGroups[0].name=a", "replicas"),
+        ("nodeGroups[0].name=a", "nodeGroups[0].replicas: expected at least 1: workers of cluster.models[0].prefill"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value(refusal: Callable[..., str], given: str, message: str) -> None:
@@ -128,3 +128,48 @@ def test_pools_that_fit_their_groups_render(render: Render) -> None:
         f"{BASE},{A},{B},{GPU},nodeGroups[0].gpus=4,nodeGroups[1].gpus=2,nodeGroups[1].replicas=2,"
         "cluster.models[0].prefill.workers=4,cluster.models[0].decode.tp=4",
     )
+
+
+GROWS = f"{BASE},ray.autoscaling.enabled=true"
+
+
+def test_rays_autoscaler_has_a_token_that_no_other_container_has(render: Render) -> None:
+    manifests = render("--set", f"{GROWS},node.minReplicas=1,nodeGroups[0].name=a,nodeGroups[0].maxReplicas=3")
+    spec = manifests["RayCluster", "test-tandem"]["spec"]
+    assert spec["enableInTreeAutoscaling"]
+    options, head = spec["autoscalerOptions"], spec["headGroupSpec"]["template"]["spec"]
+    (token,) = [each["mountPath"] for each in options["volumeMounts"] if each["name"] == "autoscaler-token"]
+    assert token == "/var/run/secrets/kubernetes.io/serviceaccount"
+    assert "autoscaler-token" in {each["name"] for each in head["volumes"]}
+    mounted = [mount["name"] for each in head["containers"] for mount in each["volumeMounts"]]
+    assert "autoscaler-token" not in mounted
+    assert not head["automountServiceAccountToken"]
+    assert head["serviceAccountName"] == "test-tandem-head"
+    assert ("ServiceAccount", "test-tandem-head") in manifests
+    assert ("NetworkPolicy", "test-tandem-autoscaler") in manifests
+    (group,) = spec["workerGroupSpecs"]  # the others are not asked for
+    assert group["template"]["spec"]["serviceAccountName"] == "test-tandem"
+    assert (group["groupName"], group["minReplicas"], group["maxReplicas"]) == ("a", 0, 3)
+    assert "replicas" not in group, "the autoscaler's"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            f"{GROWS},node.replicas=1",
+            "node.replicas: expected 0 with ray.autoscaling.enabled, which begins with node.min",
+        ),
+        (f"{GROWS},node.minReplicas=9", "node.minReplicas: expected at most node.maxReplicas (8), got 9"),
+        (f"{GROWS},node.maxReplicas=0", "ray.autoscaling.enabled: expected maxReplicas of node"),
+        (
+            f"{GROWS},cluster.models[0].colocate=require",
+            "cluster.models[0].colocate: expected prefer or no with ray.auto",
+        ),
+        (f"{GROWS},{GPU},node.gpus=1,node.maxReplicas=1", "node.gpus: expected 2 or more over 1 node"),
+        ("ray.autoscaling.enabled=true", "redis.mode: expected valkey or external with several pods"),
+        (f"{GROWS},head.pod.containers[0].name=autoscaler", "head.pod.containers[0].name: expected another name"),
+    ],
+)
+def test_what_no_autoscaler_can_do_is_refused(refusal: Callable[..., str], given: str, message: str) -> None:
+    assert message in refusal("--set", given)

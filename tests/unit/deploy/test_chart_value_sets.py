@@ -44,6 +44,7 @@ SETS: dict[str, str] = {
     "cluster.models[0].prefill.tp=4,cluster.models[0].decode.tp=4",
     "groups of nodes": f"{NODES},node.gpus=4,nodeGroups[0].name=h100,nodeGroups[0].replicas=2,"
     "nodeGroups[0].roles[0]=prefill,nodeGroups[1].name=h200,nodeGroups[1].replicas=1,nodeGroups[1].gpus=8,nodeGroups[1].rdma.resource=rdma/hca",
+    "nodes that come and go": f"{SEVERAL},node.onHead=false,ray.autoscaling.enabled=true,node.minReplicas=1",
     "roles on one machine": f"{GPUS},node.gpus=2,cluster.models[0].colocate=require",
     "one machine of two GPUs": f"{GPUS},node.gpus=2",
     "autoscaling": f"{NODES},node.replicas=2,node.gpus=4,node.maxReplicas=4,cluster.autoscaler.enabled=true,"
