@@ -48,4 +48,4 @@ def test_a_worker_changes_roles_where_its_nodes_group_allows_both(
     prefill: list[str], decode: list[str], can_change: bool, on_b: set[Role]
 ) -> None:
     (model,) = load_spec(None, pools(prefill, decode), {}).models
-    assert (model.can_change_roles, model.roles_on("b")) == (can_change, on_b)
+    assert (model.can_change_roles, {*model.roles_on("b")}) == (can_change, on_b)
