@@ -20,7 +20,7 @@ from functools import partial
 from typing import Protocol
 
 from cluster.cli.admin_client import Admin, fetch_status
-from cluster.kubernetes import KubernetesApi, Pod
+from cluster.kubernetes import DEFAULT_GROUP, KubernetesApi, Pod
 from tandem.config.spec import TlsSpec
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.text.words import plural
@@ -52,7 +52,7 @@ class Wanted:
         count, _, template = rest.partition(":")
         if not component or not count.isdigit() or not template:
             raise argparse.ArgumentTypeError(f"expected COMPONENT:COUNT:TEMPLATE, got {text!r}")
-        return cls(component, int(count), template)
+        return cls(f"node/{DEFAULT_GROUP}" if component == "node" else component, int(count), template)
 
 
 class Rollout:
@@ -93,6 +93,9 @@ class Rollout:
                     )
                 await self._replace(min(outdated, key=lambda pod: (pod.is_ready, pod.name)))
                 replaced += 1
+        for pod in self._of_removed_groups():
+            await self._replace(pod)
+            replaced += 1
         if replaced:
             await self._until(self._unsettled, "at the end")
         return replaced
@@ -124,6 +127,15 @@ class Rollout:
             pod
             for pod in self._seen
             if pod.component == wanted.component and pod.template != wanted.template and not pod.is_ending
+        ]
+
+    def _of_removed_groups(self) -> list[Pod]:
+        """KubeRay leaves them alone."""
+        known = {wanted.component for wanted in self._wanted}
+        return [
+            pod
+            for pod in self._seen
+            if pod.component.startswith("node/") and pod.component not in known and not pod.is_ending
         ]
 
     async def _unlisted(self) -> str:

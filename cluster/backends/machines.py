@@ -31,8 +31,8 @@ _ROUNDING = 1e-4  # Ray counts in steps of it
 
 
 def nearest(machines: Sequence[Machine], worker: Sequence[Resources], partner: Sequence[Resources]) -> str | None:
-    """The machine with room and with partners, at best more of them than of its own; else one with room for a partner
-    too; then the one with the least room, so that whole machines stay free. None: no machine has room."""
+    """The machine with room and with partners, at best with partners alone; else one with room for a partner too; then
+    the one with the least room, so that whole machines stay free. None: no machine has room."""
     fitting = [each for each in machines if each.has_room(worker)]
     best = min(fitting, key=lambda each: _order(each, worker, partner), default=None)
     return None if best is None else best.node
@@ -56,7 +56,7 @@ def beside_partner(
 def _order(
     machine: Machine, worker: Sequence[Resources], partner: Sequence[Resources]
 ) -> tuple[bool, bool, int, float, float, str]:
-    alone = machine.partners == 0
-    lacks_room = alone and not machine.has_room(worker, partner)
-    balance = -machine.own if alone else machine.own - machine.partners
-    return alone, lacks_room, balance, machine.free.get("GPU", 0.0), machine.free.get("CPU", 0.0), machine.node
+    free = machine.free.get("GPU", 0.0), machine.free.get("CPU", 0.0), machine.node
+    if machine.partners:
+        return False, machine.own > 0, machine.own - machine.partners, *free  # partners alone wait for this worker
+    return True, not machine.has_room(worker, partner), -machine.own, *free

@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Groups whose host is about to stop and still runs."""
         ...
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
         """Stops what is left of a group on a draining host. Its handles then refer to new reservations, and the members
         start there as soon as a host has room. Calls `end`, which ends the epoch there, and lets no member start until
         the new ones are reserved: the next epoch must not start on that host."""

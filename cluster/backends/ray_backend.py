@@ -271,8 +271,8 @@ class RayBackend:
             return frozenset()  # a local Ray cluster has only this node
         return await self._placements.draining()
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
-        await self._placements.reschedule(group, end)
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
+        await self._placements.reschedule(group, end, where)
 
     async def release_others(self, groups: Collection[str], local: Collection[str]) -> None:
         await self._placements.release_others(groups, local)

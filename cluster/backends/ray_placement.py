@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +42,6 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LEASE = "lease"  # the name of the actor that has it
-NODE_ID_LABEL = "ray.io/node-id"  # Ray labels each node with it
 RETRY_S = 0.2
 CHOSEN_S = 2.0  # how long a node that looked free may take to be reserved
 GCS_TIMEOUT_S = 2.0
@@ -96,6 +94,12 @@ def others_of(cluster: str, kept: Collection[str]) -> list[str]:
 
 def _bundles(resources: Sequence[Resources]) -> list[dict[str, float]]:
     return [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
+
+
+def _draining_nodes() -> set[str]:
+    # A private call, which Ray Serve uses too: there is no public one.
+    gcs = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
+    return set(gcs.get_draining_nodes(timeout=GCS_TIMEOUT_S))
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -156,33 +160,48 @@ class RayPlacements:
         return bool(await asyncio.to_thread(reservation.placement.wait, timeout_s))
 
     async def _reserve_beside_partner(self, group: str, reservation: _Reservation, timeout_s: float) -> bool:
+        """The node is a hint here too, and checked afterwards: a label would hold the worker there also when it is
+        lost."""
+        refused: set[str] = set()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             async with self._choosing:
-                node = await self._calls.run(self._beside_partner, reservation)
-                if node is not None:
-                    placement = await self._calls.run(partial(self.reserve, group, reservation, must_be_on=node))
-                    reservation.placement = placement
-                    if await asyncio.to_thread(placement.wait, CHOSEN_S):
-                        return True
-                    reservation.placement = None
-                    await self._calls.run(remove_placement_group, placement)
+                node = await self._calls.run(self._beside_partner, reservation, refused)
+                if node is None:
+                    refused.clear()
+                elif await self._got(group, reservation, node):
+                    return True
+                else:
+                    refused.add(node)
             await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _got(self, group: str, reservation: _Reservation, node: str) -> bool:
+        placement = await self._calls.run(self.reserve, group, reservation, node)
+        reservation.placement = placement
+        is_placed = await asyncio.to_thread(placement.wait, CHOSEN_S)
+        if is_placed and (await self._calls.run(self._node_of)).get(group) == node:
+            return True
+        reservation.placement = None
+        await self._calls.run(remove_placement_group, placement)
         return False
 
     def _no_room(self, reservation: _Reservation) -> str:
         where = reservation.where
-        groups = f" of group {' or '.join(where.node_groups)}" if where.node_groups else ""
+        groups = f" with the label {NODE_GROUP_LABEL}={' or '.join(where.node_groups)}" if where.node_groups else ""
         beside = " beside workers of the other role (colocate: require)" if where.colocate is Colocate.REQUIRE else ""
-        nodes = ", ".join(f"{dict(each.free)}" for each in self._machines(where)) or "none"
+        try:
+            nodes = ", ".join(f"{dict(each.free)}" for each in self._machines(where)) or "there is none"
+        except RayError as error:
+            nodes = f"not known ({type(error).__name__})"
         return (
             f"no Ray node{groups} has {_bundles(reservation.resources)} free{beside}; free on each of these nodes: "
             f"{nodes}: add a node or ask for less"
         )
 
     def _machines(self, where: Where) -> list[Machine]:
-        """Those that are alive and in a group that the worker may be in. Blocks."""
-        placed = self._node_of()
+        """Those that stay and are in a group that the worker may be in. Blocks."""
+        placed, leaving = self._node_of(), _draining_nodes()
         own, partners = (
             Counter(placed[name] for name in names if name in placed) for names in (where.alike, where.partners)
         )
@@ -195,7 +214,9 @@ class RayPlacements:
                 partners[node["NodeID"]],
             )
             for node in _nodes()
-            if node["Alive"] and (not where.node_groups or node["Labels"].get(NODE_GROUP_LABEL) in where.node_groups)
+            if node["Alive"]
+            and node["NodeID"] not in leaving
+            and (not where.node_groups or node["Labels"].get(NODE_GROUP_LABEL) in where.node_groups)
         ]
 
     def _node_of(self) -> dict[str, str]:
@@ -209,15 +230,19 @@ class RayPlacements:
                 found[name] = node
         return found
 
-    def _beside_partner(self, reservation: _Reservation) -> str | None:
+    def _beside_partner(self, reservation: _Reservation, refused: Collection[str]) -> str | None:
         where = reservation.where
         to_come = len(where.partners) - len(self._node_of().keys() & {*where.partners})
-        return beside_partner(self._machines(where), reservation.resources, where.partner, to_come)
+        machines = [each for each in self._machines(where) if each.node not in refused]
+        return beside_partner(machines, reservation.resources, where.partner, to_come)
 
     async def node_group(self, group: str) -> str:
         return await self._calls.run(self._node_group, group)
 
     def _node_group(self, group: str) -> str:
+        reservation = self._reservations.get(group)
+        if reservation is not None and reservation.placement is None:  # of an earlier controller, not found yet
+            reservation.placement = self._found(group)
         node = self._node_of().get(group)
         labels: dict[str, str] = next((each["Labels"] for each in _nodes() if each["NodeID"] == node), {})
         return labels.get(NODE_GROUP_LABEL, "")
@@ -236,10 +261,8 @@ class RayPlacements:
         return await asyncio.to_thread(self._draining)
 
     def _draining(self) -> frozenset[str]:
-        gcs = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
         try:
-            # A private call, which Ray Serve uses too: there is no public one.
-            nodes: set[str] = set(gcs.get_draining_nodes(timeout=GCS_TIMEOUT_S))
+            nodes = _draining_nodes()
             table: dict[str, Any] = placement_group_table() if nodes else {}
         except RayError as error:
             log.warning("cannot read which Ray nodes are draining: %s", error)
@@ -248,9 +271,10 @@ class RayPlacements:
         places = [(name, each.placement) for name, each in list(self._reservations.items())]
         return frozenset(name for name, place in places if place is not None and place.id.hex() in affected)
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
         await self._held.check()
         reservation = self._reservations[group]
+        reservation.where = where
         for member in reservation.members:
             member.hold()
         try:
@@ -314,27 +338,27 @@ class RayPlacements:
         member.use(actor, was_started=False)
 
     def _near(self, reservation: _Reservation) -> str | None:
-        """The best node that has room; None if any is as good. Blocks."""
+        """The best node that has room; None if any is as good, or Ray does not tell. Blocks."""
         where = reservation.where
         if where.colocate is Colocate.NO:
             return None
-        return nearest(self._machines(where), reservation.resources, where.partner)
+        try:
+            return nearest(self._machines(where), reservation.resources, where.partner)
+        except Exception as error:  # private parts of Ray: without them any node is as good
+            log.warning("cannot choose a node near partners: %s", error)
+            return None
 
-    def reserve(
-        self, group: str, reservation: _Reservation, near: str | None = None, *, must_be_on: str | None = None
-    ) -> PlacementGroup:
+    def reserve(self, group: str, reservation: _Reservation, near: str | None) -> PlacementGroup:
         """On the node `near` if it still has room. Blocks, but not until there is room."""
         groups, bundles = reservation.where.node_groups, _bundles(reservation.resources)
         selector = {NODE_GROUP_LABEL: f"in({','.join(groups)})"} if groups else {}
-        if must_be_on is not None:
-            selector[NODE_ID_LABEL] = must_be_on
         placement: PlacementGroup = placement_group(
             bundles,
             strategy="STRICT_PACK",
             name=f"{self._cluster}/{group}",
             lifetime="detached",
             bundle_label_selector=[selector] * len(bundles) if selector else None,
-            _soft_target_node_id=near,  # private: a label would wait for a node that was taken meanwhile
+            _soft_target_node_id=near,  # private: a label would wait for a node that was taken, or lost, meanwhile
         )
         return placement
 

@@ -92,7 +92,7 @@ class SubprocessBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()  # if this host stops, the controller stops with it
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
         """Never called: no host drains."""
 
     async def close(self) -> None:

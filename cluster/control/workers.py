@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
@@ -18,7 +18,7 @@ from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_fo
 from cluster.tasks import raise_failure, run_together
 from kvtransfer.control import REACHABLE, LinkState
 from tandem.config.spec import Colocate, EngineSpec, Role
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
 from tandem.rpc.identity import Identity
@@ -84,16 +84,21 @@ class Workers:
         """Starts every worker of the spec. Raises ConfigError if one has no room."""
         self._settings = settings
         starts = []
-        for model, role in sorted(product(self._models, Role), key=_gpu_share, reverse=True):
+        for model, role in product(self._models, Role):
             prefix = self.name_prefix(model)
             names = [f"{prefix}{role.value}-{number}" for number in range(model.spec.pool(role).workers)]
             self.expect(model, dict.fromkeys(names, role))
-            starts += [self.add(name, role, model) for name in names]
-        await run_together(*starts)
+            starts += [(_order(model, role, number), self.add(name, role, model)) for number, name in enumerate(names)]
+        await run_together(*(start for _, start in sorted(starts, key=lambda each: each[0])))
 
     def expect(self, model: ResolvedModel, roles: Mapping[str, Role]) -> None:
         """Tells of workers that are about to be added, so that those placed before leave room for them."""
         self._expected |= {worker_id: (model, role) for worker_id, role in roles.items()}
+
+    def expect_no_more(self, worker_ids: Iterable[str]) -> None:
+        """Those that were not added will not be."""
+        for worker_id in worker_ids:
+            self._expected.pop(worker_id, None)
 
     def set_log_level(self, level: str) -> None:
         """Of the epochs that start from now on."""
@@ -156,7 +161,7 @@ class Workers:
         try:
             members = await self._place(worker_id, role, model)
         finally:
-            del self._expected[worker_id]
+            self.expect_no_more([worker_id])
 
         async def placed() -> Sequence[MemberHandle]:
             return members
@@ -164,27 +169,35 @@ class Workers:
         return self._add(worker_id, role, model, placed)
 
     async def _place(self, worker_id: str, role: Role, model: ResolvedModel) -> Sequence[MemberHandle]:
+        if (slot := self.slots.get(worker_id)) is not None:
+            role = slot.role  # it may have changed since it was taken over
+        return await self._backend.place(worker_id, self._ranks(model, role), self.where(model, role, worker_id))
+
+    def where(self, model: ResolvedModel, role: Role, worker_id: str) -> Where:
+        """Where the worker may be, now."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         roles = {name: known for name, (of, known) in self._expected.items() if of is model}
         roles |= {slot.worker_id: slot.role for slot in self.slots_of(model)}
-        where = Where(
+        return Where(
             node_groups=model.spec.pool(role).node_groups,
             colocate=model.spec.colocate if other in roles.values() else Colocate.NO,
             alike=tuple(name for name, known in roles.items() if known is role and name != worker_id),
             partners=tuple(name for name, known in roles.items() if known is other),
             partner=self._ranks(model, other),
         )
-        return await self._backend.place(worker_id, self._ranks(model, role), where)
 
     def _ranks(self, model: ResolvedModel, role: Role) -> tuple[Resources, ...]:
         return (self._resources(model, role),) * model.spec.pool(role).tp
 
     async def may_change_role(self, slot: WorkerSlot) -> bool:
-        """Whether the node where it is may have workers of both roles."""
+        """Whether the node where it is may have workers of both roles. Raises UnavailableError."""
         spec = slot.model.spec
-        if spec.prefill.node_groups == spec.decode.node_groups:
+        if not spec.can_change_roles or spec.prefill.node_groups == spec.decode.node_groups:
             return True
-        return spec.roles_on(await self._backend.node_group(slot.worker_id)) == {*Role}
+        try:
+            return spec.roles_on(await self._backend.node_group(slot.worker_id)) == {*Role}
+        except Exception as error:
+            raise UnavailableError(f"cannot read on which node {slot.worker_id} is: {error}") from error
 
     def _add(
         self, worker_id: str, role: Role, model: ResolvedModel, place: Place, record: WorkerRecord | None = None
@@ -290,11 +303,12 @@ def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
     )
 
 
-def _gpu_share(pool: tuple[ResolvedModel, Role]) -> float:
-    """Sort key of a pool: large shares of a GPU are placed first, as `resolve_devices` checks them."""
-    model, role = pool
+def _order(model: ResolvedModel, role: Role, number: int) -> tuple[float, float]:
+    """Sort key of a worker: large shares of a GPU are placed first, as `resolve_devices` checks them. Among equals the
+    roles alternate in proportion, so that nodes that join one after another get workers of both."""
     engine = model.spec.engine_of(role)
-    return engine.device_share if engine.on_gpu else 0.0
+    share = engine.device_share if engine.on_gpu else 0.0
+    return -share, number / model.spec.pool(role).workers
 
 
 def _rank_resources(engine: EngineSpec, *, own_ray: bool) -> Resources:

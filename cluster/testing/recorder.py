@@ -67,8 +67,8 @@ class RecordingBackend:
     async def draining(self) -> frozenset[str]:
         return await self.inner.draining()
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None:
-        await self.inner.reschedule(group, end)
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
+        await self.inner.reschedule(group, end, where)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -647,10 +647,11 @@ class ClusterSpec(Frozen):
     @model_validator(mode="after")
     def _nodes_have_groups(self) -> ClusterSpec:
         for model, role in product(self.models, Role):
-            if model.pool(role).node_groups and self.control.ray_address is None:
+            on_nodes = self.control.backend == "ray" and self.control.ray_address is not None
+            if model.pool(role).node_groups and not on_nodes:
                 raise ValueError(
-                    f"models: {model.served_name}: {role}.node_groups: expected none without control.ray_address: all "
-                    "workers are on this machine"
+                    f"models: {model.served_name}: {role}.node_groups: expected none without control.backend ray and "
+                    "control.ray_address: all workers are on this machine"
                 )
         return self
 

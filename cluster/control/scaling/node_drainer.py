@@ -59,4 +59,5 @@ class NodeDrainer:
         epoch = slot.epoch
         await self._scaler.empty(slot, move=True)
         if slot.epoch == epoch and self._workers.slots.get(worker_id) is slot:
-            await self._backend.reschedule(worker_id, lambda: slot.restart("its host is about to stop"))
+            where = self._workers.where(slot.model, slot.role, worker_id)
+            await self._backend.reschedule(worker_id, lambda: slot.restart("its host is about to stop"), where)

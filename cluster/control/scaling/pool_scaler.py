@@ -192,7 +192,10 @@ class PoolScaler:
                 log.info("%s", each)
                 await self._start(model, each)
 
-        results = await asyncio.gather(*(start(each) for each in starts), return_exceptions=True)
+        try:
+            results = await asyncio.gather(*(start(each) for each in starts), return_exceptions=True)
+        finally:
+            self._workers.expect_no_more(each.worker_id for each in starts)
         failures = [each for each in results if each is not None]
         if not failures:
             return

@@ -21,7 +21,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- $given := include "tandem.quantity" .Values.node.sharedMemory | float64 -}}
 {{- $needed := include "tandem.neededSharedBytes" . | float64 -}}
 {{- if lt $given $needed -}}
-{{- fail (printf "node.sharedMemory: expected at least %.0fMi (Ray's object store, 64Mi for each GPU), got %s" (divf $needed 1048576) .Values.node.sharedMemory) -}}
+{{- fail (printf "%s.sharedMemory: expected at least %.0fMi (Ray's object store, 64Mi for each GPU), got %s" (.Values.node.where | default "node") (divf $needed 1048576) .Values.node.sharedMemory) -}}
 {{- end -}}
 {{- .Values.node.sharedMemory -}}
 {{- else -}}
@@ -31,7 +31,7 @@ are anonymous memory files, or GPU memory. */ -}}
 
 {{- /* Fails and names the value if a rank has no room. Renders nothing. */ -}}
 {{- define "tandem.checkCapacity" -}}
-{{- $groups := include "tandem.nodeGroups" . | fromJsonArray -}}
+{{- $groups := include "tandem.usedGroups" . | fromJsonArray -}}
 {{- if not $groups }}{{ fail "node.replicas: expected at least 1 if node.onHead is false: there would be no workers" }}{{ end -}}
 {{- if and (eq .Values.redis.mode "embedded") (eq (include "tandem.severalPods" .) "true") -}}
 {{- fail "redis.mode: expected valkey or external with several pods: only the head pod can reach the embedded Redis" -}}
@@ -98,11 +98,11 @@ role). */ -}}
 {{- $pool := default dict (get $model $role) -}}
 {{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
 {{- $where := ternary (printf "%s.engine" $role) "engine" (hasKey (default dict $pool.engine) "device") -}}
-{{- $allowed := include "tandem.groupsOf" (list $groups $role $pool.node_groups $index) | fromJsonArray -}}
 {{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
 {{- $share := ternary (default 1.0 $engine.device_share | float64) 0.0 $cuda -}}
 {{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
-{{- $workers := ternary $pool.workers 1 (hasKey $pool "workers") | int -}}
+{{- $workers := include "tandem.poolWorkers" $pool | int -}}
+{{- $allowed := include "tandem.groupsOf" (list $groups $role $pool.node_groups $index $workers) | fromJsonArray -}}
 {{- $ranks := mul $workers $tp -}}
 {{- $widest := 0 -}}
 {{- range $groups }}{{ if has .name $allowed }}{{ $widest = max $widest (.gpus | int) }}{{ end }}{{ end -}}
@@ -220,18 +220,26 @@ look for one either. Args: (groups, pools). */ -}}
 {{- fail (printf "cluster.models[%d].colocate: expected prefer or no with ray.autoscaling.enabled: a worker that waits for a partner's machine asks for no new one; got require" (index . 2)) -}}
 {{- end -}}
 {{- $prefill := index . 3 | first -}}{{- $decode := index . 3 | last -}}
+{{- if not ($prefill.workers | int) -}}
+{{- fail (printf "cluster.models[%d].colocate: expected prefer or no with prefill.workers 0: there is no other role; got require" (index . 2)) -}}
+{{- end -}}
 {{- $both := add ($prefill.gpus | int) ($decode.gpus | int) -}}
 {{- $most := -1 -}}
 {{- range index . 1 }}{{ if and (has .name $prefill.groups) (has .name $decode.groups) }}{{ $most = max $most (.gpus | int) }}{{ end }}{{ end -}}
+{{- if lt (int $most) 0 -}}
+{{- fail (printf "cluster.models[%d].colocate: expected prefer or no: prefill and decode workers may be on no common node (%s and %s); got require" (index . 2) (join ", " $prefill.groups) (join ", " $decode.groups)) -}}
+{{- end -}}
 {{- if gt (int $both) (int $most) -}}
-{{- fail (printf "cluster.models[%d].colocate: expected prefer or no: a prefill and a decode worker need %d GPUs of one node, and no node that both may be on has more than %d; got require" (index . 2) $both (max $most 0)) -}}
+{{- fail (printf "cluster.models[%d].colocate: expected prefer or no: a prefill and a decode worker need %d GPUs of one node, and no node that both may be on has more than %d; got require" (index . 2) $both $most) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{- /* The autoscaler's limits must have room on the most nodes there may be. Args: (root, groups). */ -}}
 {{- define "tandem.checkAutoscaler" -}}
-{{- $root := index . 0 -}}
+{{- $root := index . 0 -}}{{- $names := list -}}
+{{- range index . 1 }}{{ $names = append $names .where }}{{ end -}}
+{{- $where := join " and " $names -}}
 {{- $scaler := default dict $root.Values.cluster.autoscaler -}}
 {{- if and $scaler.enabled $scaler.max_workers -}}
 {{- $nodes := 0 -}}{{- $gpus := 0 -}}
@@ -252,7 +260,7 @@ look for one either. Args: (groups, pools). */ -}}
 {{- $least = addf $least (mulf $narrow (float64 $scaler.max_workers)) -}}
 {{- end -}}
 {{- if gt $least (float64 $gpus) -}}
-{{- fail (printf "cluster.autoscaler.max_workers: expected at most what %s can hold (node.maxReplicas × node.gpus: %d GPUs), got %d workers of each model, which need at least %v; lower it, or raise node.maxReplicas" (include "tandem.nodes" $nodes) $gpus (int $scaler.max_workers) $least) -}}
+{{- fail (printf "cluster.autoscaler.max_workers: expected at most what %s can hold (maxReplicas × gpus of %s: %d GPUs), got %d workers of each model, which need at least %v; lower it, or raise maxReplicas" (include "tandem.nodes" $nodes) $where $gpus (int $scaler.max_workers) $least) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -41,7 +41,7 @@
 {{- end -}}
 {{- $seen = append $seen $group.name -}}
 {{- end -}}
-{{- range $group := include "tandem.nodeGroups" . | fromJsonArray -}}
+{{- range $group := include "tandem.usedGroups" . | fromJsonArray -}}
 {{- with $group.rdma.resource -}}
 {{- if not (has $transport (list "auto" "nixl")) -}}
 {{- fail (printf "%s.rdma.resource: expected none with cluster.transfer.transport %s: only nixl, which auto takes too, uses RDMA devices, so %s would be reserved for nothing; remove it, or set cluster.transfer.transport: auto with an image that has NIXL" $group.where $transport .) -}}
@@ -186,7 +186,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $key, $_ := $pod.labels | default dict -}}
-{{- if or (hasPrefix "app.kubernetes.io/" $key) (hasPrefix "helm.sh/" $key) -}}
+{{- if or (hasPrefix "app.kubernetes.io/" $key) (hasPrefix "helm.sh/" $key) (hasPrefix "tandem/" $key) -}}
 {{- fail (printf "%s.labels: expected other keys than %s: the chart selects its pods by such labels" $where $key) -}}
 {{- end -}}
 {{- end -}}

@@ -267,7 +267,7 @@ initContainers:
 {{- $resources := deepCopy .Values.node.resources -}}
 {{- $devices := dict -}}
 {{- if .Values.node.gpus }}{{ $_ := set $devices .Values.node.gpuResource (.Values.node.gpus | int) }}{{ end -}}
-{{- with .Values.node.rdma }}{{ if .resource }}{{ $_ := set $devices .resource (.count | int) }}{{ end }}{{ end -}}
+{{- with .Values.node.rdma }}{{ if .resource }}{{ $_ := set $devices .resource (.count | default 1 | int) }}{{ end }}{{ end -}}
 {{- if $devices -}}
 {{- $_ := set $resources "requests" (merge (default dict $resources.requests) $devices) -}}
 {{- $_ := set $resources "limits" (merge (default dict $resources.limits) $devices) -}}
@@ -283,7 +283,7 @@ initContainers:
 topologySpreadConstraints:
   {{- range . }}
   {{- $labels := merge (dict "app.kubernetes.io/component" $component) (include "tandem.selectorLabels" $root | fromYaml) }}
-  {{- if and (eq $component "node") (ne $root.Values.node.name "nodes") }}{{ $_ := set $labels "tandem/node-group" $root.Values.node.name }}{{ end }}
+  {{- if and (eq $component "node") (include "tandem.hasGroups" $root) }}{{ $_ := set $labels "tandem/node-group" $root.Values.node.name }}{{ end }}
   - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
   {{- end }}
 {{- end }}

@@ -5,6 +5,9 @@ metadata:
   labels:
     {{- include "tandem.podLabels" . | nindent 4 }}
     app.kubernetes.io/component: head
+    {{- if and .Values.node.onHead (include "tandem.hasGroups" .) }}
+    tandem/node-group: nodes
+    {{- end }}
     {{- with include "tandem.podList" (list . "head" "labels") }}{{- . | nindent 4 }}{{- end }}
   annotations:
     checksum/config: {{ include "tandem.fixedConfig" . | sha256sum }}
@@ -89,8 +92,8 @@ metadata:
   labels:
     {{- include "tandem.podLabels" . | nindent 4 }}
     app.kubernetes.io/component: node
-    {{- if ne .Values.node.name "nodes" }}
-    tandem/node-group: {{ .Values.node.name }}
+    {{- if include "tandem.hasGroups" . }}
+    tandem/node-group: {{ .Values.node.name | quote }}
     {{- end }}
     {{- with include "tandem.podList" (list . "node" "labels") }}{{- . | nindent 4 }}{{- end }}
   {{- with include "tandem.podAnnotations" (list . "node") }}

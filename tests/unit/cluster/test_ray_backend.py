@@ -24,7 +24,7 @@ SCRIPT = textwrap.dedent(
     from cluster.backends.ray_env import prepare_local_ray
     prepare_local_ray(None)
     from cluster.backends.lease import StaleController
-    from cluster.backends.protocol import Resources
+    from cluster.backends.protocol import ANYWHERE, Resources
     from cluster.keeper.members import MemberStart, ProcessSpec
     from cluster.backends.ray_backend import LocalRay, RayBackend, ray
     from cluster.keeper.keeper import Keeper
@@ -79,7 +79,7 @@ SCRIPT = textwrap.dedent(
             lambda: backend.place("worker-4", [Resources(cpus=0.1)]),
             lambda: backend.place_local("router-0"),
             lambda: backend.release("worker-0"),
-            lambda: backend.reschedule("worker-0", lambda: None),
+            lambda: backend.reschedule("worker-0", lambda: None, ANYWHERE),
             lambda: backend.release_others((), ()),
         ]
         for call in calls:
@@ -93,7 +93,7 @@ SCRIPT = textwrap.dedent(
         await backend.release("worker-0")
         while not gone(process.pid):
             await asyncio.sleep(0.1)
-        backend._placements.reserve("worker-2", [Resources(cpus=100)])  # as an earlier controller did; there is no room
+        earlier = ray.util.placement_group([{"CPU": 100}], name="c/worker-2", lifetime="detached")  # there is no room
         await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 10)
         await backend.release("worker-2")
         await backend.close()

@@ -47,7 +47,7 @@ SCRIPT = textwrap.dedent(
             await backend.place("w-3", GPU, Where(node_groups=("h100",)))
             raise AssertionError
         except ConfigError as error:
-            assert "no Ray node of group h100 has" in error.message and "add a node" in error.message, error.message
+            assert "no Ray node with the label tandem/node-group=h100 has" in error.message, error.message
         await backend.place("w-3", GPU, Where(node_groups=("h100", "h200")))
         assert at("w-3") == "h200-0"
 

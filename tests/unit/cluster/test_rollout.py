@@ -20,13 +20,16 @@ from tandem.errors import ConfigError, UnavailableError
 WANTED = [Wanted("head", 1, "new"), Wanted("node/nodes", 2, "new")]
 
 
+FORMER = "node/former"
+
+
 def component_of(name: str) -> str:
     return "head" if name.startswith("head") else "node/nodes"
 
 
 class Site:
     """Pods. A deleted one is gone at the second look, its successor is there then and ready a look later. Workers serve
-    again at the third question after a deletion."""
+    again at the third question after a deletion. Pods of a former group have no successors."""
 
     def __init__(self, *names: str, template: str = "new", works: bool = True) -> None:
         self.pods = {name: Pod(name, f"uid-{name}", component_of(name), "old", True, False) for name in names}
@@ -40,6 +43,8 @@ class Site:
         for name, pod in list(self.pods.items()):
             if pod.is_ending:
                 del self.pods[name]
+                if pod.component == FORMER:
+                    continue
                 self._turns += 1
                 new = f"{pod.name.partition('-')[0]}-n{self._turns}"
                 self.pods[new] = Pod(new, f"uid-{new}", pod.component, self.template, False, False)
@@ -102,6 +107,14 @@ async def test_a_controller_that_is_away_is_waited_for_and_a_missing_right_is_no
 
     with pytest.raises(ConfigError, match="refuses"):
         await rollout(Refused("head-a")).run()
+
+
+async def test_pods_of_a_removed_group_go_last() -> None:
+    """KubeRay leaves them alone."""
+    site = Site("head-a", "node-a", "node-b")
+    site.pods["former-a"] = Pod("former-a", "uid-former-a", FORMER, "old", True, False)
+    assert await rollout(site).run() == 4
+    assert site.deleted == ["head-a", "node-a", "node-b", "former-a"]
 
 
 async def test_nodes_that_have_lost_their_head_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:

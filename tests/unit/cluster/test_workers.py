@@ -105,7 +105,7 @@ class FakeBackend:
     async def draining(self) -> frozenset[str]:
         return frozenset()
 
-    async def reschedule(self, group: str, end: Callable[[], None]) -> None: ...
+    async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -147,9 +147,8 @@ async def test_a_worker_is_placed_with_all_that_share_its_machine_in_mind(tmp_pa
     await workers.start(EpochSettings(cluster.spec, "127.0.0.1:1", None, tmp_path / "run"))
     rank = Resources(cpus=1.0)
     assert backend.where["prefill-0"] == Where(("a", "b"), Colocate.REQUIRE, ("prefill-1",), ("decode-0",), (rank,))
-    assert backend.where["decode-0"] == Where(("b",), Colocate.REQUIRE, (), ("prefill-0", "prefill-1"), (rank, rank))
-    backend.node_groups = {"prefill-0": "a", "prefill-1": "b", "decode-0": "b"}
-    assert [await workers.may_change_role(slot) for slot in workers.slots.values()] == [False, True, True]
+    assert {*backend.where["decode-0"].partners} == {"prefill-0", "prefill-1"}
+    assert replace(backend.where["decode-0"], partners=()) == Where(("b",), Colocate.REQUIRE, (), (), (rank, rank))
     await workers.close()
 
 

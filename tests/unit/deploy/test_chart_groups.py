@@ -26,6 +26,7 @@ def worker_groups(manifests: dict[tuple[str, str], dict[str, Any]]) -> dict[str,
 
 def test_each_group_has_what_it_says_and_otherwise_what_node_says(render: Render) -> None:
     groups = worker_groups(render(*values("mixed-groups")))
+    assert groups.pop("nodes")["maxReplicas"] == 0, "KubeRay keeps the pods of a group that is no longer there"
     assert list(groups) == ["h100", "h200", "cpu"]
     sizes = {name: (each["replicas"], each["minReplicas"], each["maxReplicas"]) for name, each in groups.items()}
     assert sizes == {"h100": (2, 0, 4), "h200": (1, 0, 1), "cpu": (1, 0, 1)}
@@ -113,12 +114,46 @@ def test_a_rollout_counts_each_group_by_its_own_template(render: Render) -> None
         ),
         (f"{A},nodeGroups[0].rdma.resource=rdma/x,cluster.transfer.transport=tcp", "nodeGroups[0].rdma.resource"),
         (f"{A},nodeGroups[0].pod.env[0].name=POD_IP", "nodeGroups[0].pod.env[0].name: expected another name"),
+        (
+            f"{A},cluster.models[0].colocate=require,cluster.models[0].prefill.workers=0",
+            "colocate: expected prefer or no",
+        ),
+        (
+            f"{A},{B},nodeGroups[0].roles[0]=prefill,nodeGroups[1].roles[0]=decode,cluster.models[0].colocate=require",
+            "cluster.models[0].colocate: expected prefer or no: prefill and decode workers may be on no common node (a",
+        ),
+        (f"{A},nodeGroups[0].sharedMemory=1Mi", "nodeGroups[0].sharedMemory: expected at least 256Mi"),
+        (f"{A},node.pod.labels.tandem/node-group=x", "node.pod.labels: expected other keys than tandem/node-group"),
+        ("nodeGroups[0].name=7,nodeGroups[0].replicas=1", "nodeGroups"),
         ("nodeGroups[0].name=nodes,nodeGroups[0].replicas=1", "nodeGroups"),
         ("nodeGroups[0].name=a", "nodeGroups[0].replicas: expected at least 1: workers of cluster.models[0].prefill"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value(refusal: Callable[..., str], given: str, message: str) -> None:
     assert message in refusal("--set", f"{BASE},{given}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"{A},nodeGroups[0].roles[0]=decode,cluster.models[0].prefill.workers=0",  # which needs no group
+        f"{A},nodeGroups[0].rdma.resource=rdma/x",
+    ],
+)
+def test_what_can_be_renders(render: Render, given: str) -> None:
+    group = worker_groups(render("--set", f"{BASE},{given}"))["a"]
+    assert container_of(group)["resources"]["limits"].get("rdma/x", 1) == 1
+
+
+def test_pods_of_nodes_are_new_when_rays_nodes_need_the_label(render: Render) -> None:
+    """Ray's nodes get it when they start only."""
+
+    def templates(given: str) -> dict[str, str]:
+        groups = worker_groups(render("--set", f"{BASE},node.replicas=2{given}"))
+        return {name: each["template"]["metadata"]["annotations"]["tandem/template"] for name, each in groups.items()}
+
+    before, after = templates(""), templates(f",node.roles[0]=decode,{A},nodeGroups[0].roles[0]=prefill")
+    assert before["nodes"] != after["nodes"]
 
 
 def test_pools_that_fit_their_groups_render(render: Render) -> None:
@@ -147,7 +182,7 @@ def test_rays_autoscaler_has_a_token_that_no_other_container_has(render: Render)
     assert head["serviceAccountName"] == "test-tandem-head"
     assert ("ServiceAccount", "test-tandem-head") in manifests
     assert ("NetworkPolicy", "test-tandem-autoscaler") in manifests
-    (group,) = spec["workerGroupSpecs"]  # the others are not asked for
+    _, group = spec["workerGroupSpecs"]  # no pods of `node` itself
     assert group["template"]["spec"]["serviceAccountName"] == "test-tandem"
     assert (group["groupName"], group["minReplicas"], group["maxReplicas"]) == ("a", 0, 3)
     assert "replicas" not in group, "the autoscaler's"

@@ -21,7 +21,10 @@ def pools(prefill: list[str], decode: list[str], **model: Any) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (pools(["h100"], []) | {"control.ray_address": None}, "prefill.node_groups: expected none without control.ray"),
+        (
+            pools(["h100"], []) | {"control.ray_address": None},
+            "prefill.node_groups: expected none without control.backend",
+        ),
         (pools(["h100"], ["h200"], colocate="require"), "colocate: expected prefer or no, because prefill.node_groups"),
         (pools([], [], colocate="require") | {"models.0.prefill.workers": 0}, "colocate: expected prefer or no with"),
         (pools([], [], colocate="always"), "models.0.colocate"),
