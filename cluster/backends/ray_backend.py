@@ -258,6 +258,8 @@ class RayBackend:
         return ()
 
     async def place(self, group: str, members: Sequence[Resources], where: Where = ANYWHERE) -> list[MemberHandle]:
+        if not isinstance(self._where, str):
+            where = ANYWHERE  # a local Ray cluster has only this node
         return await self._placements.place(group, members, where, self._place_timeout_s)
 
     async def place_local(self, name: str) -> MemberHandle:
