@@ -650,7 +650,7 @@ def test_a_node_group_grows_and_shrinks_and_no_request_fails(deployment: Deploym
     routers = [deployment.pods[f"router-{name}"] for name in "ab"]
     deployment.wait(lambda: all(router.probe("readinessProbe") for router in routers), 150.0)
     deployment.wait(lambda: head.execute(["tandem", "status"]).returncode == 0, 60.0)
-    assert hosts(deployment) == {"prefill-0": NODE_IPS[0], "decode-0": NODE_IPS[1]}
+    deployment.wait(lambda: hosts(deployment) == {"prefill-0": NODE_IPS[0], "decode-0": NODE_IPS[1]}, 60.0)
     before = epochs(deployment)
     clients = Clients(deployment)
 
