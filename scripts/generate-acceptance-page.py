@@ -32,7 +32,8 @@ cover, and in which size.*
 
 Every test that runs workers ends with a check: `free + cached + leased + in_use = total` on each of them, and no
 request without an end state. `make test-all` and `make check-deploy` run the sizes of the column "here", as CI does;
-`make soak` runs those of the column "soak", and only those. Where a test is smaller than what must hold, or does not reach it, the table says so.
+`make soak` runs those of the column "soak", and only those. Where a test is smaller than what must hold, or does not
+reach it, the table says so.
 The last columns tell how the last noted run of each ended.
 
 """
