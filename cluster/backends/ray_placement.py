@@ -279,14 +279,28 @@ class RayPlacements:
             member.hold()
         try:
             end()
-            await self._calls.run(self._move, group, reservation)
+            await self._calls.run(self._release, group, reservation)
+            reservation.placement = None
+            while self._reservations.get(group) is reservation and not await self._is_moved(group, reservation):
+                await asyncio.sleep(RETRY_S)
+                await self._held.check()
         finally:
             for member in reservation.members:
                 member.go_on()
 
+    async def _is_moved(self, group: str, reservation: _Reservation) -> bool:
+        """Nothing else would try again: a worker without a placement is on no draining node."""
+        try:
+            await self._calls.run(self._move, group, reservation)
+        except (RayError, TimeoutError) as error:
+            log.warning("%s has no new place yet: %s", group, error)
+            return False
+        return True
+
     def _move(self, group: str, reservation: _Reservation) -> None:
-        self._release(group, reservation)
-        reservation.placement = self.reserve(group, reservation, self._near(reservation))
+        if reservation.placement is None:
+            found = self._found(group)  # of a call before this that was late
+            reservation.placement = found or self.reserve(group, reservation, self._near(reservation))
         self._start_actors(reservation)
 
     async def release(self, group: str) -> None:
