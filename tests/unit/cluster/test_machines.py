@@ -23,7 +23,7 @@ def machine(node: str, gpus: float, own: int = 0, partners: int = 0) -> Machine:
     [
         ([machine("a", 8), machine("b", 4, partners=1)], "b"),
         ([machine("a", 8), machine("b", 1, partners=1)], "a"),  # no room there
-        ([machine("a", 4, own=1, partners=1), machine("b", 4, partners=1)], "b"),  # whose partner has nobody yet
+        ([machine("a", 4, own=1, partners=1), machine("b", 4, partners=1)], "b"),  # whose partner has none beside it
         ([machine("a", 2), machine("b", 4)], "b"),  # a partner fits too
         ([machine("a", 8), machine("b", 4)], "b"),  # whole machines stay free
         ([machine("a", 1), machine("b", 1)], None),
