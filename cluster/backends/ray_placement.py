@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,10 +206,17 @@ class RayPlacements:
             Counter(placed[name] for name in names if name in placed) for names in (where.alike, where.partners)
         )
         free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+        reserved = self._reserved(placed)
+
+        def room(node: dict[str, Any], resource: str) -> float:
+            # Ray's count may be from before the last reservation: more than the rest is not free.
+            rest: float = node["Resources"].get(resource, 0.0) - reserved[node["NodeID"], resource]
+            return min(free.get(node["NodeID"], {}).get(resource, 0.0), rest)
+
         return [
             Machine(
                 node["NodeID"],
-                {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in ("CPU", "GPU")},
+                {resource: room(node, resource) for resource in ("CPU", "GPU")},
                 own[node["NodeID"]],
                 partners[node["NodeID"]],
             )
@@ -218,6 +225,16 @@ class RayPlacements:
             and node["NodeID"] not in leaving
             and (not where.node_groups or node["Labels"].get(NODE_GROUP_LABEL) in where.node_groups)
         ]
+
+    def _reserved(self, placed: Mapping[str, str]) -> defaultdict[tuple[str, str], float]:
+        """What this cluster holds of each node's CPUs and GPUs."""
+        reserved: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for group, node in placed.items():
+            if (reservation := self._reservations.get(group)) is not None:
+                for bundle in _bundles(reservation.resources):
+                    for resource, amount in bundle.items():
+                        reserved[node, resource] += amount
+        return reserved
 
     def _node_of(self) -> dict[str, str]:
         """The node of each group that is placed."""
@@ -279,25 +296,27 @@ class RayPlacements:
             member.hold()
         try:
             end()
-            await self._calls.run(self._release, group, reservation)
-            reservation.placement = None
-            while self._reservations.get(group) is reservation and not await self._is_moved(group, reservation):
+            former = reservation.placement
+            while self._reservations.get(group) is reservation and not await self._is_moved(group, reservation, former):
                 await asyncio.sleep(RETRY_S)
                 await self._held.check()
         finally:
             for member in reservation.members:
                 member.go_on()
 
-    async def _is_moved(self, group: str, reservation: _Reservation) -> bool:
+    async def _is_moved(self, group: str, reservation: _Reservation, former: PlacementGroup | None) -> bool:
         """Nothing else would try again: a worker without a placement is on no draining node."""
         try:
-            await self._calls.run(self._move, group, reservation)
+            await self._calls.run(self._move, group, reservation, former)
         except (RayError, TimeoutError) as error:
             log.warning("%s has no new place yet: %s", group, error)
             return False
         return True
 
-    def _move(self, group: str, reservation: _Reservation) -> None:
+    def _move(self, group: str, reservation: _Reservation, former: PlacementGroup | None) -> None:
+        if former is not None and reservation.placement is former:
+            self._release(group, reservation)
+            reservation.placement = None
         if reservation.placement is None:
             found = self._found(group)  # of a call before this that was late
             reservation.placement = found or self.reserve(group, reservation, self._near(reservation))

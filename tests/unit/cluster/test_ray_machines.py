@@ -64,6 +64,8 @@ SCRIPT = textwrap.dedent(
             assert {pairs["p-0"], pairs["p-1"]} == {pairs["d-0"], pairs["d-1"]} == {"pairs-0", "pairs-1"}, pairs
             for name in pairs:
                 await backend.release(name)
+            while sum(each.free["GPU"] for each in backend._placements._machines(Where(("pairs",)))) < 4:
+                await asyncio.sleep(0.1)  # Ray counts what is released a moment later
         where = Where(("pairs",), Colocate.REQUIRE, (), ("d-0",), GPU)
         wide = (Resources(cpus=0.1, gpus=1.0),) * 2
         try:
