@@ -191,5 +191,6 @@ async def main(launch: ControllerLaunch) -> int:
 
 if __name__ == "__main__":
     found = ControllerLaunch.load(Path(sys.argv[1]))
-    setup_logging(process="controller", level=found.spec.log_level, log_format=found.spec.observability.logs.format)
+    level = found.spec.log_level_of("controller")
+    setup_logging(process="controller", level=level, log_format=found.spec.observability.logs.format)
     sys.exit(run_interruptible(main(found)))

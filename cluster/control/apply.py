@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cluster.spec.changes import SpecSource, shown_changes
 from tandem.config.autoscaler import AutoscalerSpec
@@ -17,6 +17,11 @@ log = logging.getLogger(__name__)
 
 MAX_SPEC_BYTES = 256 << 10
 ROUTER = "router."
+LOG_LEVELS_OF: dict[Literal["controller", "router", "worker"], str] = {
+    "controller": "the controller",
+    "router": "the routers, one after another",
+    "worker": "each worker when it next starts (tandem restart)",
+}
 
 
 class ScalablePools(Protocol):
@@ -49,14 +54,14 @@ class SpecApplier:
         routers: RouterSettings,
         source: SpecSource,
         on_change: Callable[[], None] = lambda: None,
-        set_log_level: Callable[[str], None] = lambda level: None,
+        set_log_levels: Callable[[ClusterSpec], None] = lambda spec: None,
     ) -> None:
-        """`set_log_level` sets the controller's, and that of workers that start."""
+        """`set_log_levels` sets the controller's, and that of workers that start."""
         self._pools = pools
         self._autoscaling = autoscaling
         self._routers = routers
         self._on_change = on_change
-        self._set_log_level = set_log_level
+        self._set_log_levels = set_log_levels
         self.source = source
         self._lock = asyncio.Lock()
 
@@ -91,11 +96,11 @@ class SpecApplier:
         if after.router != before.router:
             shown = [line.removeprefix(ROUTER) for line in shown_changes(before, after) if line.startswith(ROUTER)]
             changes.append(f"routers, one after another: {', '.join(shown)}")
-        if after.log_level != before.log_level:
-            changes.append(
-                f"log_level {after.log_level}: the controller, the routers one after another, and each worker when it "
-                "next starts (tandem restart)"
-            )
+        changes += [
+            f"log level {after.log_level_of(part)}: {who}"
+            for part, who in LOG_LEVELS_OF.items()
+            if after.log_level_of(part) != before.log_level_of(part)
+        ]
         if dry_run:
             earlier = ("an earlier change is still under way",) if self._lock.locked() else ()
             return (*earlier, *(f"would set {each}" for each in changes))
@@ -108,11 +113,11 @@ class SpecApplier:
                     error.message += f" (set before that: {'; '.join(changes[:number])})"
                 raise
         self.source = SpecSource(after, self.source.flags)
-        self._set_log_level(after.log_level)
+        self._set_log_levels(after)
         self._on_change()
         if after.autoscaler != before.autoscaler or after.router != before.router or sizes:
             await self._autoscaling.configure(after)
-        if (after.router, after.log_level) != (before.router, before.log_level):
+        if after.of_routers != before.of_routers:
             await self._change_routers(before, after)
         return tuple(changes)
 
@@ -121,9 +126,9 @@ class SpecApplier:
         try:
             await self._routers.change(after)
         except TandemError as error:
-            kept = {"router": before.router, "log_level": before.log_level}
+            kept = {"router": before.router, "log_level": before.log_level, "log_levels": before.log_levels}
             self.source = SpecSource(after.model_copy(update=kept), self.source.flags)
-            self._set_log_level(before.log_level)
+            self._set_log_levels(before)
             self._on_change()
             error.message += "; the routers have their earlier settings again"
             raise

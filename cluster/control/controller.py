@@ -34,7 +34,7 @@ from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, check_ports
 from cluster.tasks import keep_running, raise_failure, run_together
 from tandem.config.observability import LogTarget
-from tandem.config.spec import Role
+from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
@@ -85,7 +85,7 @@ class Controller:
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
         self.applier = SpecApplier(
-            self.scaler, self.autoscaling, self.routers, self._successor.source, touch, self._set_log_level
+            self.scaler, self.autoscaling, self.routers, self._successor.source, touch, self._set_log_levels
         )
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
@@ -186,7 +186,7 @@ class Controller:
     async def _resume(self, record: ClusterRecord) -> None:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         self.applier.source = SpecSource(record.spec, record.flags)
-        self._set_log_level(record.spec.log_level)
+        self._set_log_levels(record.spec)
         self.scaler.under_way[:] = record.under_way
         self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
@@ -206,12 +206,12 @@ class Controller:
         self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
-        level = self.applier.source.spec.log_level
+        level = self.applier.source.spec.log_level_of("worker")
         return EpochSettings(self.spec, admin_address, self._redis.url, self._run_base, level)
 
-    def _set_log_level(self, level: str) -> None:
-        logging.getLogger().setLevel(LEVELS[level])
-        self.workers.set_log_level(level)
+    def _set_log_levels(self, spec: ClusterSpec) -> None:
+        logging.getLogger().setLevel(LEVELS[spec.log_level_of("controller")])
+        self.workers.set_log_level(spec.log_level_of("worker"))
 
     def _build_record(self) -> ClusterRecord:
         source, this = self.applier.source, self._successor

@@ -159,7 +159,7 @@ class Successor:
             if (old.prefill.workers, old.decode.workers) != (new.prefill.workers, new.decode.workers)
         ]
         old, new = record.spec, self.source.spec
-        has_changed = (old.router, old.log_level) != (new.router, new.log_level)
+        has_changed = old.of_routers != new.of_routers
         update = {"spec": new, "flags": dict(self.source.flags)}
         update["routers_before"] = record.routers_before or (old if has_changed else None)
         return record.model_copy(update=update | {"under_way": (*record.under_way, *scales)})

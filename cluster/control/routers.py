@@ -97,7 +97,7 @@ class Routers:
         """The spec whose settings some router may still have, while they change to those of `spec`; else None."""
         if self._before is not None:
             return self._before
-        return self._spec if (self._spec.router, self._spec.log_level) != (spec.router, spec.log_level) else None
+        return self._spec if self._spec.of_routers != spec.of_routers else None
 
     def take_settings(self, spec: ClusterSpec, joined: tuple[str, ...]) -> None:
         """Those that the routers of an earlier controller have, until `change`. `joined`: those that had joined it."""
@@ -171,7 +171,7 @@ class Routers:
         """Hosts, ports and certificates stay."""
         kept = {name: getattr(launch.router, name) for name in KEPT}
         router = self._spec.router.model_copy(update=kept)
-        return launch.model_copy(update={"router": router, "log_level": self._spec.log_level})
+        return launch.model_copy(update={"router": router, "log_level": self._spec.log_level_of("router")})
 
     def records(self) -> tuple[RouterRecord, ...]:
         return tuple(slot.record() for slot in self.slots)
@@ -197,7 +197,7 @@ class Routers:
             tls=spec.security.tls,
             auth=spec.security.auth,
             salt_secret=self.secrets.salt,
-            log_level=spec.log_level,
+            log_level=spec.log_level_of("router"),
         )
 
     def _joined_launch(self, router_id: str, is_its_turn: bool) -> RouterLaunch:

@@ -12,7 +12,9 @@ from cluster.spec.loader import spec_of_text
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
-LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*", "log_level")
+LIVE = (
+    "models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*", "log_level", "log_levels.*"
+)  # fmt: skip
 FIXED = ("router.replicas", "router.http_*", "router.grpc_*", "router.tls*")  # of those: how many there are, and where
 MAX_SHOWN_CHARS = 60
 SHOWN_FIELDS = 6

@@ -64,6 +64,17 @@ class LogsSpec(Frozen):
     )
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class LogLevels(Frozen):
+    """Of one kind of process each, where it is another than `log_level`."""
+
+    controller: LogLevel | None = Field(None, description="Log level of the controller. Unset: `log_level`.")
+    router: LogLevel | None = Field(None, description="Log level of routers. Unset: `log_level`.")
+    worker: LogLevel | None = Field(None, description="Log level of workers and their ranks. Unset: `log_level`.")
+
+
 class MetricsSpec(Frozen):
     enabled: bool = Field(True, description="false: the routers keep no metrics and do not serve /metrics.")
     model_server_protocol: bool = Field(

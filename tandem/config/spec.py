@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from tandem.config.auth import STDOUT, AuthSpec, is_loopback
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.frozen import Frozen
-from tandem.config.observability import LogTarget, ObservabilitySpec
+from tandem.config.observability import LogLevel, LogLevels, LogTarget, ObservabilitySpec
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
@@ -625,7 +625,17 @@ class ClusterSpec(Frozen):
     autoscaler: AutoscalerSpec = AutoscalerSpec()
     observability: ObservabilitySpec = ObservabilitySpec()
     security: SecuritySpec = SecuritySpec()
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level of all processes.")
+    log_level: LogLevel = Field("info", description="Log level of all processes.")
+    log_levels: LogLevels = LogLevels()
+
+    def log_level_of(self, part: Literal["controller", "router", "worker"]) -> LogLevel:
+        own: LogLevel | None = getattr(self.log_levels, part)
+        return own or self.log_level
+
+    @property
+    def of_routers(self) -> tuple[RouterSpec, LogLevel]:
+        """What routers that run can change to."""
+        return self.router, self.log_level_of("router")
 
     @model_validator(mode="after")
     def _names_differ(self) -> ClusterSpec:

@@ -115,6 +115,7 @@ colons must be written by the YAML writer. */ -}}
 {{- $spec := include "tandem.clusterSpec" . | fromYaml -}}
 {{- $_ := unset $spec "autoscaler" -}}
 {{- $_ := unset $spec "log_level" -}}
+{{- $_ := unset $spec "log_levels" -}}
 {{- $_ := set $spec "router" (pick $spec.router "replicas" "http_host" "http_port" "grpc_host" "grpc_port" "tls") -}}
 {{- range $model := $spec.models -}}
 {{- range $role := list "prefill" "decode" -}}

@@ -49,9 +49,9 @@ class SettledRouters:
 
 
 async def test_routers_are_told_what_concerns_them() -> None:
-    routers, levels = SettledRouters(), list[str]()
+    routers, levels = SettledRouters(), list[ClusterSpec]()
     source = SpecSource(load_spec(None, {}, {}), {})
-    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, source, set_log_level=levels.append)
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, source, set_log_levels=levels.append)
     text = "router: {max_queued_requests: 9, dashboard: false}"
     said = "routers, one after another: max_queued_requests 256 → 9, dashboard true → false"
     assert await applier.apply(text, dry_run=True) == (f"would set {said}",)
@@ -60,9 +60,13 @@ async def test_routers_are_told_what_concerns_them() -> None:
     assert await applier.apply(text, dry_run=False) == ()
     (spec,) = routers.specs
     assert (spec.router.max_queued_requests, spec.router.dashboard) == (9, False)
-    (change,) = await applier.apply(f"{text}\nlog_level: debug", dry_run=False)
-    assert change.startswith("log_level debug: the controller, the routers one after another")
-    assert levels[-1] == routers.specs[-1].log_level == "debug"
+    changes = await applier.apply(f"{text}\nlog_level: debug", dry_run=False)
+    everyone = ("the controller", "the routers, one after another", "each worker when it next starts (tandem restart)")
+    assert changes == tuple(f"log level debug: {each}" for each in everyone)
+    assert levels[-1].log_level == routers.specs[-1].log_level == "debug"
+    (change,) = await applier.apply(f"{text}\nlog_level: debug\nlog_levels: {{worker: error}}", dry_run=False)
+    assert change == f"log level error: {everyone[-1]}"
+    assert (levels[-1].log_level_of("worker"), len(routers.specs)) == ("error", 2), "no router restarts for that"
 
 
 class RefusingRouters:
@@ -73,13 +77,13 @@ class RefusingRouters:
 
 
 async def test_settings_that_routers_cannot_serve_with_are_not_kept() -> None:
-    source, levels = SpecSource(load_spec(None, {}, {}), {}), list[str]()
-    applier = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), source, set_log_level=levels.append)
+    source, levels = SpecSource(load_spec(None, {}, {}), {}), list[ClusterSpec]()
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), source, set_log_levels=levels.append)
     for _ in range(2):  # it is no "nothing to do" when it is tried again
         with pytest.raises(UnavailableError, match=r"did not serve again .* earlier settings again"):
             await applier.apply("log_level: debug\nrouter: {record: /dev/null/x}", dry_run=False)
     assert applier.source.spec.router == source.spec.router
-    assert levels[-1] == source.spec.log_level
+    assert levels[-1].log_level == source.spec.log_level
 
 
 async def test_an_error_lists_the_changes_made_before_it() -> None:

@@ -376,7 +376,8 @@ def test_a_spec_changed_where_it_is_fixed_changes_the_head_pod_and_only_then(ren
     ):
         assert cluster(setting) != before, setting
     live: dict[str, object] = {
-        "autoscaler.enabled": True, "log_level": "debug", "models[0].prefill.workers": 2, "models[0].decode.workers": 2,
+        "autoscaler.enabled": True, "log_level": "debug", "log_levels.router": "error",
+        "models[0].prefill.workers": 2, "models[0].decode.workers": 2,
     }  # fmt: skip
     for name, value in load_spec(None, {}, {}).router.model_dump(mode="json").items():
         if is_live(f"router.{name}"):

@@ -163,7 +163,7 @@ def test_an_upgrade_changes_nothing_that_kubernetes_forbids(
 @pytest.mark.parametrize(
     ("setting", "restarted"),
     [
-        ("cluster.log_level=debug", set()),
+        ("cluster.log_level=debug,cluster.log_levels.worker=error", set()),
         ("cluster.transfer.digests=false", {"head"}),
         ("image.tag=0.1.1", {"head", "nodes"}),
         ("service.httpPort=80", set()),
