@@ -41,7 +41,7 @@ from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 M = TypeVar("M", bound=msgspec.Struct)
-WAIT_S = 30.0
+WAIT_S = 90.0  # of a busy machine
 FINGERPRINT = "test-model"
 
 

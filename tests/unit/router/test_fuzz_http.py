@@ -56,6 +56,7 @@ def fuzz_operation(
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
         max_examples=EXAMPLES if operation.body else min(EXAMPLES, 50),
+        deadline=None,  # this process does not read tests/conftest.py
         database=None,
         derandomize=True,
         phases=[Phase.generate, Phase.shrink],
