@@ -82,6 +82,7 @@ proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come from code
 	@$(BIN)/python scripts/generate-config-doc.py
 	@$(BIN)/python scripts/generate-chart-schema.py
+	@$(BIN)/python scripts/generate-chart-readme.py
 	@$(BIN)/python scripts/generate-dashboards.py
 	@$(BIN)/python scripts/generate-api-pages.py
 	@$(BIN)/python scripts/generate-acceptance-page.py
