@@ -42,7 +42,7 @@ test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
 	$(PYTEST) $(IN_PARALLEL) -m "not soak_only and not system" $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
-	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
+	@scripts/system-tools.sh chromium curl docker-registry ip prometheus promtool redis-server
 	$(PYTEST) -m system $(ARGS)
 
 clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
