@@ -151,3 +151,13 @@ def test_the_charts_readme_has_every_value_beside_the_cluster_spec() -> None:
     for name in values.keys() - {"cluster"}:
         check(name, values[name])
     assert len(rows) > 150
+
+
+def test_the_workflow_for_kind_runs_what_the_deploy_page_says() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    section = page.partition("### On kind\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    jobs = yaml.safe_load((ROOT / "deploy" / "kind" / "kind.yaml").read_text())["jobs"]
+    steps = [step["run"] for step in jobs["kind"]["steps"] if "run" in step]
+    assert len(blocks) == 3
+    assert blocks == steps[:3]

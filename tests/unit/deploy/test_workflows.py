@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,21 @@ def test_a_workflow_runs_what_is_there(workflow: Path) -> None:
 def test_a_script_has_nothing_that_shellcheck_finds(script: Path) -> None:
     linted = tool("shellcheck", script)
     assert linted.returncode == 0, linted.stdout
+
+
+def test_the_workflow_on_kind_changes_what_restarts_no_pod_and_fits_its_machine(render: Callable[..., Any]) -> None:
+    text = "\n".join(step.get("run", "") for step in steps_of(ROOT / "deploy" / "kind" / "kind.yaml"))
+    commands = re.findall(r"^helm (?:install|upgrade) demo helm/tandem (.*)$", text.replace("\\\n", ""), re.MULTILINE)
+    installed, upgraded = (render(*_values(shlex.split(command))) for command in commands)
+    assert installed["RayCluster", "test-tandem"] == upgraded["RayCluster", "test-tandem"]
+    assert installed["ConfigMap", "test-tandem"] != upgraded["ConfigMap", "test-tandem"]
+    (container,) = installed["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert float(container["resources"]["requests"]["cpu"]) < 2.9, (
+        "of 4: Kubernetes' own pods and the operator request 1.1"
+    )
+
+
+def _values(words: list[str]) -> list[str]:
+    """The options that choose values, of a helm command."""
+    pairs = pairwise(words)
+    return [each for pair in pairs if pair[0] in ("--values", "--set") for each in pair]
