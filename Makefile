@@ -42,7 +42,7 @@ test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
 	$(PYTEST) $(IN_PARALLEL) -m "not soak_only and not system" $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
-	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
+	@scripts/system-tools.sh chromium curl docker-registry ip prometheus promtool redis-server
 	$(PYTEST) -m system $(ARGS)
 
 clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
@@ -82,6 +82,7 @@ proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come from code
 	@$(BIN)/python scripts/generate-config-doc.py
 	@$(BIN)/python scripts/generate-chart-schema.py
+	@$(BIN)/python scripts/generate-chart-readme.py
 	@$(BIN)/python scripts/generate-dashboards.py
 	@$(BIN)/python scripts/generate-api-pages.py
 	@$(BIN)/python scripts/generate-acceptance-page.py

@@ -44,6 +44,7 @@ step "banned calls" "$PYTHON" scripts/check-bans.py
 step "generated protobuf code" scripts/generate-proto.sh --check
 step "generated configuration page" "$PYTHON" scripts/generate-config-doc.py --check
 step "generated chart schema" "$PYTHON" scripts/generate-chart-schema.py --check
+step "generated README of the chart" "$PYTHON" scripts/generate-chart-readme.py --check
 step "generated dashboards" "$PYTHON" scripts/generate-dashboards.py --check
 step "generated API pages" "$PYTHON" scripts/generate-api-pages.py --check
 step "acceptance page" "$PYTHON" scripts/generate-acceptance-page.py --check

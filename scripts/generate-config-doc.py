@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from schema_words import type_of
 
 from tandem.config.spec import ClusterSpec, EngineOverrides
 
@@ -73,25 +74,8 @@ def kind_of(schema: dict[str, Any], annotation: Any) -> str:
     choices = schema.get("anyOf", [schema])
     said = []
     for choice in choices:
-        if "enum" in choice:
-            said.append(" \\| ".join(f"`{value}`" for value in choice["enum"]))
-        elif choice.get("type") == "null":
-            said.append("unset")
-        else:
-            said.append(choice.get("type", "section") + _limits(choice))
+        said.append("unset" if choice.get("type") == "null" else type_of(choice))
     return " or ".join(said)
-
-
-def _limits(schema: dict[str, Any]) -> str:
-    words = {"minimum": "≥ ", "maximum": "≤ ", "exclusiveMinimum": "> ", "exclusiveMaximum": "< "}
-    limits = [
-        f"{word}{schema[key]:,g}" if schema[key] < 1e6 else f"{word}{schema[key]:,}"
-        for key, word in words.items()
-        if key in schema
-    ]
-    if "pattern" in schema:
-        limits.append(f"`{schema['pattern']}`".replace("|", "\\|"))
-    return f", {', '.join(limits)}" if limits else ""
 
 
 def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:

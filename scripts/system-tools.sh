@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Checks for programs that some tests run: chromium, curl, ip, prometheus, promtool, redis-server. Example:
+# Checks for programs that some tests run: chromium, curl, docker-registry, ip, prometheus, promtool, redis-server. Example:
 #   scripts/system-tools.sh prometheus chromium
 # As root on Debian or Ubuntu it installs missing ones.
 set -euo pipefail
 
 declare -A package_of=(
-  [chromium]=chromium [curl]=curl [ip]=iproute2 [prometheus]=prometheus [promtool]=prometheus [redis-server]=redis-server
+  [chromium]=chromium [curl]=curl [docker-registry]=docker-registry [ip]=iproute2 [prometheus]=prometheus
+  [promtool]=prometheus [redis-server]=redis-server
 )
 
 missing=()

@@ -219,3 +219,11 @@ def _at(manifest: Manifest, path: str) -> Any:
     for part in path.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     return found
+
+
+def test_every_object_names_the_releases_namespace(example: Manifests) -> None:
+    """For tools that apply a render without helm: Kustomize adds no namespace to what a chart made."""
+    every = [manifest["metadata"] for manifest in example.values()]
+    own = [metadata for metadata in every if "helm.sh/chart" in metadata.get("labels", {})]  # not extraObjects
+    assert len(own) > 8
+    assert {metadata.get("namespace") for metadata in own} == {"serving"}

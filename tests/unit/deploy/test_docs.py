@@ -129,3 +129,35 @@ def test_every_values_snippet_of_the_deploy_page_is_what_the_chart_takes() -> No
         values = yaml.safe_load(snippet)
         jsonschema.validate(values, schema)
         ClusterSpec.model_validate(values.get("cluster", {}))
+
+
+def test_the_charts_readme_has_every_value_beside_the_cluster_spec() -> None:
+    """A free-form object, such as a securityContext, is one value."""
+    chart = ROOT / "helm" / "tandem"
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    rows = dict(
+        re.findall(r"^\| `([\w.]+)` \| [^\n]* \| `(.*?)` \| [^|\n]*\|$", (chart / "README.md").read_text(), re.M)
+    )
+
+    def check(path: str, value: object) -> None:
+        if path in rows:
+            assert json.loads(rows[path]) == value, path
+            return
+        assert isinstance(value, dict), path
+        assert value, path
+        for key, each in value.items():
+            check(f"{path}.{key}", each)
+
+    for name in values.keys() - {"cluster"}:
+        check(name, values[name])
+    assert len(rows) > 150
+
+
+def test_the_workflow_for_kind_runs_what_the_deploy_page_says() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    section = page.partition("### On kind\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    jobs = yaml.safe_load((ROOT / "deploy" / "kind" / "kind.yaml").read_text())["jobs"]
+    steps = [step["run"] for step in jobs["kind"]["steps"] if "run" in step]
+    assert len(blocks) == 3
+    assert blocks == steps[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -116,6 +117,7 @@ class Folder:
     """Where the steps of some stages run: the paths below / that they name are below this folder."""
 
     PATHS = ("/opt", "/wheels", "/src", "/root/.cache")
+    EPOCH = "1700000000"
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -134,7 +136,7 @@ class Folder:
             match instruction:
                 case "ARG":
                     key, _, default = value.partition("=")
-                    self.env[key] = default.strip('"')
+                    self.env[key] = self.EPOCH if key == "SOURCE_DATE_EPOCH" else default.strip('"')
                 case "WORKDIR":
                     self.at = Path(self.below(value))
                     self.at.mkdir(parents=True)
@@ -174,10 +176,14 @@ def read_only() -> list[str]:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the router's image has in /opt, made by the Dockerfile's own steps."""
-    folder = Folder(tmp_path_factory.mktemp("image"))
-    for name in ("wheel", "sbom", "router-environment"):
+    return build_router(tmp_path_factory.mktemp("image"))
+
+
+def build_router(root: Path) -> Path:
+    folder = Folder(root)
+    for name in ("python", "wheel", "sbom", "router-environment"):
         folder.run(name)
-    return folder.root / "opt" / "tandem"
+    return root / "opt" / "tandem"
 
 
 @pytest.mark.system
@@ -189,6 +195,34 @@ def test_the_routers_image_is_small_and_lists_what_is_in_it(image: Path) -> None
     size = sum(path.stat().st_size for path in image.rglob("*") if path.is_file() and not path.is_symlink())
     print(f"router image: {len(parts)} packages, {size / MIB:.0f} MiB above Python's own")
     assert size < 250 * MIB
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """What a layer has of it, but times, which the release sets."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = str(path.readlink())
+        elif path.is_file():
+            found[name] = f"{path.stat().st_mode:o} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return found
+
+
+@pytest.mark.system
+def test_the_same_commit_gives_the_same_files_in_the_routers_image(image: Path) -> None:
+    """Made again at the same path, which scripts of an environment have in their first line."""
+    first, root = contents(image), image.parents[1]
+    aside = root.with_name("first")
+    root.rename(aside)
+    try:
+        root.mkdir()
+        second = contents(build_router(root))
+        shutil.rmtree(root)
+    finally:
+        aside.rename(root)
+    assert len(first) > 1000
+    assert {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)} == set()
 
 
 @pytest.mark.system
@@ -208,9 +242,9 @@ async def test_the_routers_image_serves_where_nothing_can_be_written(image: Path
         controller_address=controller.address,
         redis_url=None,
     )
-    (image / "router.json").write_text(launch.model_dump_json())
+    (image.parent / "router.json").write_text(launch.model_dump_json())
     log = tmp_path / "router.log"
-    command = [f"{image}/bin/python", "-m", "router", "--launch", f"{image}/router.json"]
+    command = [f"{image}/bin/python", "-m", "router", "--launch", f"{image.parent}/router.json"]
     with log.open("wb") as output:
         router = await asyncio.create_subprocess_exec(*read_only(), *command, cwd="/", env={}, stderr=output)
     try:

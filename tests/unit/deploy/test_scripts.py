@@ -83,6 +83,7 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
     "script",
     [
         "generate-config-doc.py",
+        "generate-chart-readme.py",
         "generate-chart-schema.py",
         "generate-api-pages.py",
         "generate-quickstart.py",
