@@ -238,7 +238,7 @@ def _cluster_spec(manifests: Manifests) -> ClusterSpec:
     (name,) = (name for kind, name in manifests if kind == "RayCluster")
     text = manifests["ConfigMap", name]["data"]["cluster.yaml"]
     text = text.replace("${POD_IP}", "10.0.0.1").replace("${TANDEM_REDIS_URL}", "rediss://redis:6379")
-    return ClusterSpec.model_validate(yaml.load(text, Loader=yaml.CSafeLoader))
+    return ClusterSpec.model_validate(yaml.safe_load(text))
 
 
 def secret_outcome(manifests: Manifests, secret: str) -> Outcome:
