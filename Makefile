@@ -89,6 +89,7 @@ docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come fro
 	@$(BIN)/python scripts/generate-quickstart.py
 	@$(BIN)/python scripts/generate-router-requirements.py
 	@$(BIN)/python scripts/generate-schema-table.py
+	@$(BIN)/python scripts/generate-edit-table.py
 	@$(BIN)/python scripts/generate-client-fields.py
 
 site: $(DEV)  ## Build the documentation as a site in .cache/site

@@ -162,7 +162,7 @@
 {{- /* Names in `pod` values that are the chart's: Kubernetes would take one of the two, or refuse the pod. */ -}}
 {{- define "tandem.checkPods" -}}
 {{- $taken := dict
-  "env" (list "POD_IP" "POD_NAME" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
+  "env" (list "POD_IP" "POD_NAME" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_REDIS_ADDRESS" "REDIS_USERNAME" "REDIS_PASSWORD" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
   "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls" "autoscaler-token")
   "containers" (list "ray-head" "ray-node" "valkey" "router" "autoscaler")
   "initContainers" (list "ray-head" "ray-node" "valkey" "router") -}}

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
-from tests.unit.deploy.conftest import CHART, parse
+from tests.unit.deploy.conftest import CHART, ROOT, parse
 from tests.unit.deploy.test_chart import cluster_spec
-from tests.unit.deploy.test_chart_objects import NEWEST, RAY_CLUSTER, check_native, containers, pods
+from tests.unit.deploy.test_chart_objects import NEWEST, check_custom, check_native, containers, pods
 
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
@@ -109,8 +108,9 @@ SETS: dict[str, str] = {
 
 
 def check(manifests: Manifests) -> None:
+    """By Kubernetes' schema, those of other projects with CEL rules, and Tandem's spec."""
     check_native(manifests, NEWEST)
-    jsonschema.validate(manifests["RayCluster", "test-tandem"], RAY_CLUSTER)
+    check_custom(manifests)
     spec = cluster_spec(manifests)
     names = {f"{kind}/{name}" for kind, name in manifests}
     assert len(names) == len(manifests)
@@ -131,14 +131,23 @@ def test_each_set_of_values_renders_what_all_sides_take(render: Callable[..., Ma
     check(render(*(["--set", SETS[name]] if SETS[name] else [])))
 
 
+MIXTURES = 40
+
+
+def test_there_are_as_many_sets_as_the_documents_say() -> None:
+    (said,) = re.findall(r"(\d+) sets of values and (\d+) mixtures", (ROOT / "docs" / "deploy.md").read_text())
+    assert said == (str(len(SETS)), str(MIXTURES))
+    assert len(SETS) >= 40
+
+
 def mixtures() -> list[str]:
     """Two or three of the sets above together, drawn with a fixed seed."""
     draw = random.Random(7)
-    return [",".join(SETS[name] for name in draw.sample(sorted(SETS), draw.choice((2, 2, 3)))) for _ in range(40)]
+    return [",".join(SETS[name] for name in draw.sample(sorted(SETS), draw.choice((2, 2, 3)))) for _ in range(MIXTURES)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(MIXTURES))
 def test_values_that_render_are_those_that_the_cluster_takes(helm: str, number: int, tmp_path: Path) -> None:
     """And a refusal names a value: nothing renders that the head's `tandem up` would then refuse."""
     settings = mixtures()[number].strip(",")

@@ -68,6 +68,7 @@ def test_a_pod_on_the_hosts_network_resolves_the_clusters_names(render: Render, 
     [
         ("node.pod.env[0].name=HOME", "node.pod.env[0].name: expected another name than HOME"),
         ("head.pod.env[0].name=TANDEM_LOG_LEVEL", "head.pod.env[0].name: expected no TANDEM_ variable"),
+        ("head.pod.env[0].name=REDIS_PASSWORD", "another name than REDIS_PASSWORD"),  # KubeRay refuses the cluster
         ("node.pod.volumes[0].name=models", "node.pod.volumes[0].name: expected another name than models"),
         ("head.pod.containers[0].name=ray-head", "head.pod.containers[0].name: expected another name than ray-head"),
         ("node.pod.initContainers[0].name=pull-model-0", "expected another name than pull-model-0"),
