@@ -74,7 +74,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- end -}}
 {{- include "tandem.checkPacking" (list $groups $pools) -}}
 {{- include "tandem.checkAutoscaler" (list $ $groups) -}}
-{{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
+{{- if and (include "tandem.internalTls" .) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
 {{- fail "redis.valkey.tls.existingSecret: expected a Secret, because tls.internal is set and prefix events would be sent unencrypted" -}}
 {{- end -}}
 {{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}

@@ -27,10 +27,16 @@
 {{- if and .certManager.enabled (not .certManager.issuerRef.name) -}}
 {{- fail (printf "tls.%s.certManager.issuerRef.name: expected the name of an issuer, because certManager.enabled is true" $use) -}}
 {{- end -}}
+{{- if and .certManager.enabled (not (has .certManager.issuerRef.kind (list "Issuer" "ClusterIssuer"))) (not .certManager.issuerRef.group) -}}
+{{- fail (printf "tls.%s.certManager.issuerRef.group: expected the API group of kind %s, such as awspca.cert-manager.io: cert-manager's own kinds are Issuer and ClusterIssuer" $use .certManager.issuerRef.kind) -}}
+{{- end -}}
+{{- if and (get .certManager "csi") (not .certManager.enabled) -}}
+{{- fail (printf "tls.%s.certManager.csi: expected false without tls.%s.certManager.enabled, which makes the certificates" $use $use) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $transport := dig "transfer" "transport" "auto" .Values.cluster -}}
-{{- $tls := include "tandem.internalSecret" (list . "head") -}}
+{{- $tls := include "tandem.internalTls" . -}}
 {{- if and $tls (has $transport (list "nccl" "nixl" "process_group")) -}}
 {{- fail (printf "cluster.transfer.transport: expected auto, mapped or tcp with tls.internal, got %s, which cannot be encrypted; set another transport, or remove tls.internal" $transport) -}}
 {{- end -}}
@@ -213,7 +219,7 @@
 
 {{- /* Ports between pods need TLS or the spec's opt-out. Checked last: a value that another check refuses makes the pods several. */ -}}
 {{- define "tandem.checkInside" -}}
-{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalSecret" (list . "head"))) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
+{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalTls" .)) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
 {{- fail "tls.internal: expected existingSecret or certManager.enabled, because several pods exchange requests and KV blocks over the network; or set cluster.security.allow_plaintext: true, and rely on the chart's NetworkPolicies" -}}
 {{- end -}}
 {{- end -}}

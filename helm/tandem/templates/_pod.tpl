@@ -128,7 +128,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 - {name: models, mountPath: /models}
 - {name: config, mountPath: /etc/tandem, readOnly: true}
 {{- end }}
-{{- if include "tandem.internalSecret" . }}
+{{- if include "tandem.internalTls" $root }}
 - {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
 {{- end }}
 {{- if eq $component (include "tandem.edge" $root) }}
@@ -174,9 +174,8 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
       - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
       - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
 {{- end }}
-{{- with include "tandem.internalSecret" . }}
-- name: tls-internal
-  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
+{{- if include "tandem.internalTls" $root }}
+{{ include "tandem.internalVolume" . }}
 {{- end }}
 {{- if eq $component (include "tandem.edge" $root) }}
 {{- with include "tandem.edgeSecret" $root }}

@@ -47,7 +47,7 @@
 {{- if include "tandem.edgeSecret" . -}}
 {{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
 {{- end -}}
-{{- if include "tandem.internalSecret" (list . "head") -}}
+{{- if include "tandem.internalTls" . -}}
 {{- $folder := "/etc/tandem-tls/internal/" -}}
 {{- $files := dict "cert" (print $folder "tls.crt") "key" (print $folder "tls.key") "ca" (print $folder "ca.crt") -}}
 {{- $_ := set $set "security" (dict "tls" $files) -}}
@@ -74,7 +74,9 @@ colons must be written by the YAML writer. */ -}}
 {{- $found = append $found (dict "value" "tls.edge" "what" (printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file) "path" (print "/etc/tandem-tls/edge/" $file)) -}}
 {{- end -}}
 {{- end -}}
-{{- with include "tandem.internalSecret" (list . "head") -}}
+{{- if include "tandem.internalTls" . -}}
+{{- $source := printf "Secret %s" (include "tandem.internalSecret" (list . "head")) -}}
+{{- if .Values.tls.internal.certManager.csi }}{{ $source = "a volume of csi.cert-manager.io" }}{{ end -}}
 {{- range $file := list "tls.crt" "tls.key" "ca.crt" -}}
 {{- $found = append $found (dict "value" "tls.internal" "what" (printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
 {{- end -}}
