@@ -78,7 +78,7 @@ colons must be written by the YAML writer. */ -}}
 {{- $source := printf "Secret %s" (include "tandem.internalSecret" (list . "head")) -}}
 {{- if .Values.tls.internal.certManager.csi }}{{ $source = "a volume of csi.cert-manager.io" }}{{ end -}}
 {{- range $file := list "tls.crt" "tls.key" "ca.crt" -}}
-{{- $found = append $found (dict "value" "tls.internal" "what" (printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
+{{- $found = append $found (dict "value" "tls.internal" "what" (printf "%s with %s" $source $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.auth -}}
@@ -141,8 +141,9 @@ start-head.sh: |
   {{- .Files.Get "files/start-head.sh" | trim | nindent 2 }}
 {{- end -}}
 
+{{- /* The volume at /models that was given; empty: an emptyDir. */ -}}
 {{- define "tandem.modelVolume" -}}
 {{- with .Values.models -}}
-{{- if .existingClaim }}claim {{ .existingClaim }}{{ else if .hostPath }}hostPath {{ .hostPath }}{{ else }}an emptyDir{{ end -}}
+{{- if .existingClaim }}claim {{ .existingClaim }}{{ else if .hostPath }}hostPath {{ .hostPath }}{{ else if .image.reference }}image {{ .image.reference }}{{ end -}}
 {{- end -}}
 {{- end -}}
