@@ -88,7 +88,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* "true" if clients need an API key or a token, else empty. */ -}}
 {{- define "tandem.asksForKeys" -}}
-{{- if or .Values.auth.existingSecret (dig "security" "auth" "jwt" nil .Values.cluster) }}true{{ end -}}
+{{- $auth := dig "security" "auth" nil .Values.cluster | default dict -}}
+{{- if or .Values.auth.existingSecret $auth.jwt $auth.api_key_sha256 }}true{{ end -}}
 {{- end -}}
 
 {{- /* How many routers one pod has, each with ports of its own. */ -}}

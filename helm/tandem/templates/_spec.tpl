@@ -58,7 +58,8 @@
 {{- end -}}
 {{- $spec = mergeOverwrite $spec $set -}}
 {{- /* Inside the cluster's network, authentication is off unless the values turn it on. */ -}}
-{{- if not (dig "security" "auth" nil $spec) -}}
+{{- $auth := dig "security" "auth" nil $spec | default dict -}}
+{{- if not (or $auth.mode $auth.keys_file $auth.api_key_sha256 $auth.jwt) -}}
 {{- $_ := set $spec "security" (mergeOverwrite (default dict $spec.security) (dict "auth" (dict "mode" "none"))) -}}
 {{- end -}}
 {{- toYaml $spec -}}
