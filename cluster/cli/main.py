@@ -312,7 +312,7 @@ def pull(
         typer.Option(min=1, help="Bytes that the cache's volume may hold, if its file system does not limit them."),
     ] = None,
 ) -> None:
-    """Download a model into the local cache, if its disk has room for it."""
+    """Download a model into the local cache, if there is room."""
     from cluster.cli.commands.pull import run_pull
 
     raise typer.Exit(run_pull(model, volume_bytes))
