@@ -305,11 +305,17 @@ def apply(
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model on the hub (OWNER/NAME).")]) -> None:
-    """Download a model into the local cache."""
+def pull(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, or a model on the hub (OWNER/NAME).")],
+    volume_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes that the cache's volume may hold, if its file system does not limit them."),
+    ] = None,
+) -> None:
+    """Download a model into the local cache, if there is room."""
     from cluster.cli.commands.pull import run_pull
 
-    raise typer.Exit(run_pull(model))
+    raise typer.Exit(run_pull(model, volume_bytes))
 
 
 @app.command()

@@ -27,7 +27,7 @@ GPU_CORES = 4  # host cores per device, for routers and transfer agents too
 GPU_HOST_GIB = 32  # host memory per device: weights pass through it while loading
 GPU_START_S = 1800
 CPU_RANK_GIB = 2  # of a rank, in addition to its weights and KV pool
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def checked_source(source: str | None, model: str) -> str:
@@ -159,11 +159,19 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
 
 
 def _models(source: str, hardware: Hardware) -> dict[str, Any]:
-    """The volume for weights from a hub, and the token for gated ones."""
-    if source.startswith("/") or source == DEMO_MODEL:
+    """The size of the weights; for those from a hub their volume, and the token for gated ones."""
+    if source == DEMO_MODEL:  # the chart knows it
         return {}
-    gib = math.ceil(_stored_bytes(hardware) * HUB_MARGIN / GIB)
-    return {"models": {"emptyDirSize": f"{gib + 1}Gi", "hubTokenSecret": {"name": HUB_SECRET}}}
+    stored = _stored_bytes(hardware)
+    weight_bytes = round(stored / hardware.model.resident_params)
+    size = {"size": f"{math.ceil(stored / MIB)}Mi", **({} if weight_bytes == 2 else {"bytesPerWeight": weight_bytes})}
+    models: dict[str, Any] = {"weights": {source: size}}
+    if not source.startswith("/"):
+        models |= {
+            "emptyDirSize": f"{math.ceil(stored * HUB_MARGIN / GIB) + 1}Gi",
+            "hubTokenSecret": {"name": HUB_SECRET},
+        }
+    return {"models": models}
 
 
 def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:

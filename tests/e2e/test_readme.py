@@ -16,7 +16,6 @@ README points to, run against the same live cluster.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import re
@@ -25,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -39,6 +37,7 @@ import pytest
 
 from cluster.spec.resolve import free_ports
 from tandem.testing.models import write_tiny_llama
+from tests.model_hub import model_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -324,58 +323,8 @@ def test_make_demo(environment: dict[str, str]) -> None:
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[str]:
     """A model hub on this machine with one tiny random model, my-org/my-llama."""
-    folder = tmp_path / "hub-model"
-    write_tiny_llama(folder)
-    files = {path.name: path for path in folder.iterdir() if path.is_file()}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        commit = "0" * 39 + "1"
-
-        def do_HEAD(self) -> None:
-            self.answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self.answer(with_body=True)
-
-        def answer(self, *, with_body: bool) -> None:
-            path = self.path.partition("?")[0]
-            name = path.rpartition("/")[2]
-            if path.startswith("/api/models/my-org/my-llama/tree/"):
-                tree = [
-                    {"type": "file", "path": name, "size": path.stat().st_size, "oid": "0" * 40}
-                    for name, path in files.items()
-                ]
-                self.reply(200, json.dumps(tree).encode(), with_body)
-            elif path.startswith("/api/models/my-org/my-llama"):
-                info = {"id": "my-org/my-llama", "sha": self.commit, "siblings": [{"rfilename": n} for n in files]}
-                self.reply(200, json.dumps(info).encode(), with_body)
-            elif path.startswith("/my-org/my-llama/resolve/") and name in files:
-                self.reply(200, files[name].read_bytes(), with_body, etag=f"etag-{name}")
-            else:
-                self.reply(404, b"{}", with_body)
-
-        def reply(self, status: int, body: bytes, with_body: bool, etag: str | None = None) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            if etag is not None:
-                self.send_header("ETag", f'"{etag}"')
-                self.send_header("X-Repo-Commit", self.commit)
-            elif status == 404:
-                self.send_header("X-Error-Code", "EntryNotFound")
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with model_hub("my-org/my-llama", write_tiny_llama(tmp_path / "hub-model")) as served:
+        yield served.url
 
 
 @pytest.mark.slow

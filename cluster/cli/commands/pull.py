@@ -11,11 +11,11 @@ from tandem.checkpoint.model_store import pull
 from tandem.errors import ConfigError
 
 
-def run_pull(model: str) -> int:
+def run_pull(model: str, volume_bytes: int | None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an interrupted download removes its partial files
     screen = console()
     try:
-        folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"))
+        folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"), volume_bytes=volume_bytes)
     except ConfigError as error:
         if "HF_TOKEN" in error.message and (origin := origin_of("HF_TOKEN")) is not None:
             error.message += f"; HF_TOKEN comes from {origin}"

@@ -73,8 +73,9 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- include "tandem.checkSet" (list $ $groups $pools $set) -}}
 {{- end -}}
 {{- include "tandem.checkPacking" (list $groups $pools) -}}
+{{- range $pools }}{{ include "tandem.checkWorkerMemory" (list $ $groups .) }}{{ end -}}
 {{- include "tandem.checkAutoscaler" (list $ $groups) -}}
-{{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
+{{- if and (include "tandem.internalTls" .) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
 {{- fail "redis.valkey.tls.existingSecret: expected a Secret, because tls.internal is set and prefix events would be sent unencrypted" -}}
 {{- end -}}
 {{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}
@@ -90,7 +91,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- end -}}
 
 {{- /* What the workers of one pool need, as JSON: `groups` where they may be, `workers` and `ranks` as numbers, `gpus` of a
-worker that needs whole ones (else 0), and `cpus`, `shares` of GPUs and `bytes` in all. Args: (root, groups, index of the model,
+worker that needs whole ones (else 0), `cpus`, `shares` of GPUs and `bytes` of host memory in all, `workerBytes` of one worker, and how its `weights` are known. Args: (root, groups, index of the model,
 role). */ -}}
 {{- define "tandem.poolNeeds" -}}
 {{- $root := index . 0 -}}{{- $groups := index . 1 -}}{{- $index := index . 2 -}}{{- $role := index . 3 -}}
@@ -116,13 +117,16 @@ role). */ -}}
 {{- if and $cuda $ranks (gt $tp 1) (le $share 0.5) -}}
 {{- fail (printf "cluster.models[%d].%s.tp: expected 1 with engine.device_share %v: Ray may place two shares of at most half a GPU on one GPU, and the ranks of a worker need different ones; got %d" $index $role $share $tp) -}}
 {{- end -}}
-{{- $bytes := mulf (float64 $ranks) (float64 (default 0 $engine.host_kv_memory_bytes)) -}}
-{{- if not (or $cuda $engine.kv_blocks) -}}
-{{- $bytes = addf $bytes (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes))) -}}
-{{- end -}}
+{{- $bytes := float64 (default 0 $engine.host_kv_memory_bytes) -}}
+{{- if not (or $cuda $engine.kv_blocks) }}{{ $bytes = addf $bytes (float64 (default 536870912 $engine.kv_memory_bytes)) }}{{ end -}}
+{{- if not $cuda }}{{ $bytes = addf $bytes 367001600.0 }}{{ end -}}{{- /* A process: PROCESS_BYTES in cluster/spec/resolve.py. */ -}}
+{{- $weights := include "tandem.weights" (list $root (default "smollm2-135m" $model.source)) | fromJson -}}
+{{- $held := 0.0 -}}{{- /* GPUs have weights in memory of their own. */ -}}
+{{- if not $cuda }}{{ $held = mulf $weights.parameters (get (dict "dense" (ternary 4.0 2.0 (eq (default "float32" $engine.dtype) "float32")) "int8" 1.0 "int4" 0.5) (default "dense" $engine.weights) | default 1.0) }}{{ end -}}
+{{- $each := addf $held (mulf (float64 $tp) $bytes) -}}
 {{- toJson (dict "name" (printf "cluster.models[%d].%s" $index $role) "groups" $allowed "workers" $workers "tp" $tp "ranks" $ranks
   "cuda" $cuda "gpus" (ternary $tp 0 (gt $share 0.5)) "cpus" (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))
-  "shares" (mulf (float64 $ranks) $share) "bytes" $bytes) -}}
+  "shares" (mulf (float64 $ranks) $share) "workerBytes" $each "bytes" (mulf (float64 $workers) $each) "weights" (ternary $weights.how "" (gt $held 0.0))) -}}
 {{- end -}}
 
 {{- /* The value that a message about these groups names. Args: (groups, names). */ -}}
@@ -153,12 +157,13 @@ role). */ -}}
 {{- $bytes = addf $bytes (mulf (include "tandem.quantity" (include "tandem.sharedMemory" $context) | float64) $pods) -}}
 {{- end -}}
 {{- end -}}
-{{- $needed := dict "cpus" 0.0 "shares" 0.0 "whole" 0 "bytes" 0.0 -}}{{- $ranks := list -}}{{- $names := list -}}
+{{- $needed := dict "cpus" 0.0 "shares" 0.0 "whole" 0 "bytes" 0.0 -}}{{- $ranks := list -}}{{- $names := list -}}{{- $weights := list -}}
 {{- range $pool := index . 2 -}}
 {{- $inside := true -}}
 {{- range $pool.groups }}{{ if not (has . $set) }}{{ $inside = false }}{{ end }}{{ end -}}
 {{- if $inside -}}
 {{- if $pool.ranks }}{{ $names = append $names $pool.name }}{{ end -}}
+{{- with $pool.weights }}{{ $weights = append $weights . }}{{ end -}}
 {{- range $key := list "cpus" "shares" "bytes" }}{{ $_ := set $needed $key (addf (get $needed $key) (get $pool $key)) }}{{ end -}}
 {{- if $pool.gpus }}{{ $_ := set $needed "whole" (add $needed.whole ($pool.ranks | int)) }}{{ end -}}
 {{- if $pool.cuda }}{{ $ranks = append $ranks (printf "%s %d × %d" $pool.name ($pool.workers | int) ($pool.tp | int)) }}{{ end -}}
@@ -176,8 +181,29 @@ role). */ -}}
 {{- fail (printf "%s.gpus: expected %v or more over %v (engine.device_share of a GPU for each rank, workers × tp: %s), got %v" $where $wanted $over (join ", " $ranks) $gpus) -}}
 {{- end -}}
 {{- if and $knowsMemory (lt $memory (addf $needed.bytes $bytes)) -}}
-{{- fail (printf "%s.resources.limits.memory: expected more than %.0fMi over %v for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" $where (divf (addf $needed.bytes $bytes) 1048576) $over (join ", " (uniq $limits))) -}}
+{{- fail (printf "%s.resources.limits.memory: expected more than %.0fMi over %v for %sKV pools (engine.kv_memory_bytes of each rank), host tiers, processes and /dev/shm, got %s each" $where (divf (addf $needed.bytes $bytes) 1048576) $over (include "tandem.weightsText" $weights) (join ", " (uniq $limits))) -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* The ranks of a worker share a node, so one node must have memory for all of them. Args: (root, groups, pool). */ -}}
+{{- define "tandem.checkWorkerMemory" -}}
+{{- $root := index . 0 -}}{{- $pool := index . 2 -}}
+{{- $most := 0.0 -}}{{- $known := gt ($pool.workers | int) 0 -}}
+{{- range $group := index . 1 -}}
+{{- if has $group.name $pool.groups -}}
+{{- $context := set (omit $root "Values") "Values" (set (omit $root.Values "node") "node" $group) -}}
+{{- with dig "limits" "memory" "" (default dict $group.resources) -}}
+{{- $most = maxf $most (subf (include "tandem.quantity" . | float64) (include "tandem.quantity" (include "tandem.sharedMemory" $context) | float64)) -}}
+{{- else }}{{ $known = false }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $known (gt $pool.workerBytes $most) -}}
+{{- fail (printf "%s.resources.limits.memory: expected more than %s beside /dev/shm: a worker of %s has all its ranks on one node, with its %sKV pools and host tiers; got at most %s" (include "tandem.setWhere" (list (index . 1) $pool.groups)) (include "tandem.gigabytes" $pool.workerBytes) $pool.name (include "tandem.weightsText" (compact (list $pool.weights))) (include "tandem.gigabytes" $most)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.weightsText" -}}
+{{- with uniq . }}weights ({{ join ", " . }}; if an estimate is wrong, say the size in models.weights), {{ end -}}
 {{- end -}}
 
 {{- /* Places workers that need whole GPUs on nodes, the widest first, and among them those with the fewest groups, as their ranks

@@ -27,10 +27,16 @@
 {{- if and .certManager.enabled (not .certManager.issuerRef.name) -}}
 {{- fail (printf "tls.%s.certManager.issuerRef.name: expected the name of an issuer, because certManager.enabled is true" $use) -}}
 {{- end -}}
+{{- if and .certManager.enabled (not (has .certManager.issuerRef.kind (list "Issuer" "ClusterIssuer"))) (not .certManager.issuerRef.group) -}}
+{{- fail (printf "tls.%s.certManager.issuerRef.group: expected the API group of kind %s, such as awspca.cert-manager.io: cert-manager's own kinds are Issuer and ClusterIssuer" $use .certManager.issuerRef.kind) -}}
+{{- end -}}
+{{- if and (get .certManager "csi") (not .certManager.enabled) -}}
+{{- fail (printf "tls.%s.certManager.csi: expected false without tls.%s.certManager.enabled, which makes the certificates" $use $use) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $transport := dig "transfer" "transport" "auto" .Values.cluster -}}
-{{- $tls := include "tandem.internalSecret" (list . "head") -}}
+{{- $tls := include "tandem.internalTls" . -}}
 {{- if and $tls (has $transport (list "nccl" "nixl" "process_group")) -}}
 {{- fail (printf "cluster.transfer.transport: expected auto, mapped or tcp with tls.internal, got %s, which cannot be encrypted; set another transport, or remove tls.internal" $transport) -}}
 {{- end -}}
@@ -93,6 +99,7 @@
 {{- include "tandem.checkPods" . -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
+{{- include "tandem.checkWeights" . -}}
 {{- end -}}
 
 {{- define "tandem.checkGateway" -}}
@@ -213,27 +220,35 @@
 
 {{- /* Ports between pods need TLS or the spec's opt-out. Checked last: a value that another check refuses makes the pods several. */ -}}
 {{- define "tandem.checkInside" -}}
-{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalSecret" (list . "head"))) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
+{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalTls" .)) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
 {{- fail "tls.internal: expected existingSecret or certManager.enabled, because several pods exchange requests and KV blocks over the network; or set cluster.security.allow_plaintext: true, and rely on the chart's NetworkPolicies" -}}
 {{- end -}}
 {{- end -}}
 
 {{- /* Checks that the volume at /models can provide the models' sources. */ -}}
 {{- define "tandem.checkSources" -}}
-{{- if and .Values.models.existingClaim .Values.models.hostPath -}}
-{{- fail "models: expected existingClaim or hostPath, got both: one volume is mounted at /models" -}}
+{{- with .Values.models -}}
+{{- if gt (compact (list .existingClaim .hostPath .image.reference) | len) 1 -}}
+{{- fail "models: expected one of existingClaim, hostPath and image.reference, got several: one volume is mounted at /models" -}}
 {{- end -}}
-{{- $volume := or .Values.models.existingClaim .Values.models.hostPath -}}
+{{- if and .image.reference (semverCompare "<1.31-0" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "models.image.reference: expected none before Kubernetes 1.31, which has no image volumes, got a cluster of %s; set models.existingClaim" $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+{{- $volume := include "tandem.modelVolume" . -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- $source := default "smollm2-135m" $model.source -}}
 {{- if contains "://" $source -}}
 {{- fail (printf "cluster.models[%d].source: expected a hub name or a folder below /models, got %s: nothing here reads from such a store; copy the model to models.existingClaim or models.hostPath" $index $source) -}}
 {{- end -}}
 {{- if and (hasPrefix "/" $source) (not (hasPrefix "/models/" $source)) -}}
-{{- fail (printf "cluster.models[%d].source: expected a folder below /models, where models.existingClaim or models.hostPath is mounted, or a hub name, got %s" $index $source) -}}
+{{- fail (printf "cluster.models[%d].source: expected a folder below /models, where models.existingClaim, models.hostPath or models.image is mounted, or a hub name, got %s" $index $source) -}}
 {{- end -}}
 {{- if and (hasPrefix "/models/" $source) (not $volume) -}}
-{{- fail (printf "models.existingClaim: expected a claim (or models.hostPath) that holds %s, the source of cluster.models[%d]: without them the volume at /models is empty" $source $index) -}}
+{{- fail (printf "models.existingClaim: expected a claim (or models.hostPath, or models.image) that holds %s, the source of cluster.models[%d]: without them the volume at /models is empty" $source $index) -}}
+{{- end -}}
+{{- if and (not (hasPrefix "/" $source)) $.Values.models.image.reference -}}
+{{- fail (printf "cluster.models[%d].source: expected a folder below /models, which models.image is mounted as: nothing can be pulled there, because it is read-only; got %s" $index $source) -}}
 {{- end -}}
 {{- if and (not (hasPrefix "/" $source)) (not $.Values.models.pull) (not $volume) -}}
 {{- fail (printf "models.pull: expected true, or models.existingClaim (or models.hostPath) with %s pulled before: otherwise the source of cluster.models[%d] is missing" $source $index) -}}

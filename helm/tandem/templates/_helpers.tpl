@@ -88,7 +88,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* "true" if clients need an API key or a token, else empty. */ -}}
 {{- define "tandem.asksForKeys" -}}
-{{- if or .Values.auth.existingSecret (dig "security" "auth" "jwt" nil .Values.cluster) }}true{{ end -}}
+{{- $auth := dig "security" "auth" nil .Values.cluster | default dict -}}
+{{- if or .Values.auth.existingSecret $auth.jwt $auth.api_key_sha256 }}true{{ end -}}
 {{- end -}}
 
 {{- /* How many routers one pod has, each with ports of its own. */ -}}
@@ -113,7 +114,58 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.tls.edge.serverName | default (printf "%s-http.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 
-{{- /* The Secret with a pod's internal certificate. Args: (root, head, node or router). */ -}}
+{{- /* "true" if Tandem's processes use mutual TLS, else empty. */ -}}
+{{- define "tandem.internalTls" -}}
+{{- if or .Values.tls.internal.existingSecret .Values.tls.internal.certManager.enabled }}true{{ end -}}
+{{- end -}}
+
+{{- /* Names in the internal certificate of a component, as JSON: they are its holder's permissions, so a node's has only the role
+worker. Args: (root, head, node, router or roll). */ -}}
+{{- define "tandem.internalNames" -}}
+{{- $cluster := default "tandem" (index . 0).Values.cluster.name -}}
+{{- $head := ternary (list "controller" "worker" "admin") (list "controller" "router" "worker" "admin") (eq (include "tandem.routerPods" (index . 0)) "true") -}}
+{{- $dns := list -}}{{- $uris := list -}}
+{{- range get (dict "head" $head "node" (list "worker") "router" (list "router") "roll" (list "admin")) (index . 1) -}}
+{{- $dns = append $dns (printf "%s.%s.tandem.internal" . $cluster) -}}
+{{- $uris = append $uris (printf "spiffe://tandem/%s/%s" $cluster .) -}}
+{{- end -}}
+{{- toJson (dict "dns" $dns "uris" $uris) -}}
+{{- end -}}
+
+{{- /* The volume with a pod's internal certificate, from a Secret or made for this pod alone. Args: as above. */ -}}
+{{- define "tandem.internalVolume" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+- name: tls-internal
+{{- with $root.Values.tls.internal.certManager }}
+{{- if .csi }}
+{{- $names := include "tandem.internalNames" (list $root $component) | fromJson }}
+{{- $pod := printf "spiffe://tandem/%s/pod/${POD_NAMESPACE}/${POD_NAME}" (default "tandem" $root.Values.cluster.name) }}
+  csi:
+    driver: csi.cert-manager.io
+    readOnly: true
+    volumeAttributes:
+      csi.cert-manager.io/issuer-name: {{ .issuerRef.name | quote }}
+      csi.cert-manager.io/issuer-kind: {{ .issuerRef.kind | quote }}
+      {{- with .issuerRef.group }}
+      csi.cert-manager.io/issuer-group: {{ . | quote }}
+      {{- end }}
+      csi.cert-manager.io/dns-names: {{ join "," $names.dns | quote }}
+      csi.cert-manager.io/uri-sans: {{ append $names.uris $pod | join "," | quote }}
+      csi.cert-manager.io/key-usages: digital signature,server auth,client auth
+      {{- with .duration }}
+      csi.cert-manager.io/duration: {{ . | quote }}
+      {{- end }}
+      {{- /* Without it, the driver takes the pod's group as the kubelet knows it, which OpenShift may have chosen. */}}
+      {{- with $root.Values.podSecurityContext.fsGroup }}
+      csi.cert-manager.io/fs-group: {{ . | int | quote }}
+      {{- end }}
+{{- else }}
+  secret: {secretName: {{ include "tandem.internalSecret" (list $root $component) | quote }}, optional: {{ ne $component "roll" }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* The Secret with a component's internal certificate. Args: as above. */ -}}
 {{- define "tandem.internalSecret" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 {{- with $root.Values.tls.internal -}}

@@ -72,8 +72,10 @@ dnsPolicy: ClusterFirstWithHostNet
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /home/tandem}
-- {name: XDG_CACHE_HOME, value: /models/.cache}
-- {name: XDG_DATA_HOME, value: /models/.data}
+{{- /* In the volume at /models, if it is writable, so that what is there lasts. */}}
+{{- $writable := ternary "/home/tandem" "/models" (ne .Values.models.image.reference "") }}
+- {name: XDG_CACHE_HOME, value: {{ $writable }}/.cache}
+- {name: XDG_DATA_HOME, value: {{ $writable }}/.data}
 - {name: TANDEM_TERMINATION_LOG, value: /dev/termination-log}
 - {name: TANDEM_REQUIREMENTS, value: /etc/tandem/requirements.yaml}
 - {name: RAY_health_check_period_ms, value: "500"}
@@ -125,10 +127,10 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 - {name: home, mountPath: /home/tandem}
 {{- if ne $component "router" }}
 - {name: shared-memory, mountPath: /dev/shm}
-- {name: models, mountPath: /models}
+- {name: models, mountPath: /models{{ if $root.Values.models.image.reference }}, readOnly: true{{ end }}}
 - {name: config, mountPath: /etc/tandem, readOnly: true}
 {{- end }}
-{{- if include "tandem.internalSecret" . }}
+{{- if include "tandem.internalTls" $root }}
 - {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
 {{- end }}
 {{- if eq $component (include "tandem.edge" $root) }}
@@ -159,6 +161,8 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
   persistentVolumeClaim: {claimName: {{ .existingClaim }}}
   {{- else if .hostPath }}
   hostPath: {path: {{ .hostPath | quote }}, type: Directory}
+  {{- else if .image.reference }}
+  image: {reference: {{ include "tandem.fromRegistry" (list $root .image.reference) | quote }}, pullPolicy: {{ .image.pullPolicy }}}
   {{- else }}
   emptyDir: {sizeLimit: {{ .emptyDirSize }}}
   {{- end }}
@@ -174,9 +178,8 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
       - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
       - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
 {{- end }}
-{{- with include "tandem.internalSecret" . }}
-- name: tls-internal
-  secret: {secretName: {{ . | quote }}, optional: true, defaultMode: 0440}
+{{- if include "tandem.internalTls" $root }}
+{{ include "tandem.internalVolume" . }}
 {{- end }}
 {{- if eq $component (include "tandem.edge" $root) }}
 {{- with include "tandem.edgeSecret" $root }}
@@ -198,13 +201,15 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- define "tandem.pullContainers" -}}
 {{- $root := index . 0 -}}{{- $args := . -}}
 {{- if $root.Values.models.pull }}
+{{- $bytes := "" }}
+{{- if not (include "tandem.modelVolume" $root) }}{{ $bytes = include "tandem.quantity" $root.Values.models.emptyDirSize | float64 | printf "%.0f" }}{{ end }}
 {{- range $index, $model := $root.Values.cluster.models }}
 {{- $source := default "smollm2-135m" $model.source }}
 {{- if not (hasPrefix "/" $source) }}
 - name: pull-model-{{ $index }}
   image: {{ include "tandem.image" $root }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [tandem, pull, {{ $source | quote }}]
+  command: [tandem, pull, {{ $source | quote }}{{ with $bytes }}, --volume-bytes, {{ . | quote }}{{ end }}]
   terminationMessagePolicy: FallbackToLogsOnError
   env:
     {{- include "tandem.env" $root | nindent 4 }}

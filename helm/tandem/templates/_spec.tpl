@@ -47,7 +47,7 @@
 {{- if include "tandem.edgeSecret" . -}}
 {{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
 {{- end -}}
-{{- if include "tandem.internalSecret" (list . "head") -}}
+{{- if include "tandem.internalTls" . -}}
 {{- $folder := "/etc/tandem-tls/internal/" -}}
 {{- $files := dict "cert" (print $folder "tls.crt") "key" (print $folder "tls.key") "ca" (print $folder "ca.crt") -}}
 {{- $_ := set $set "security" (dict "tls" $files) -}}
@@ -58,7 +58,8 @@
 {{- end -}}
 {{- $spec = mergeOverwrite $spec $set -}}
 {{- /* Inside the cluster's network, authentication is off unless the values turn it on. */ -}}
-{{- if not (dig "security" "auth" nil $spec) -}}
+{{- $auth := dig "security" "auth" nil $spec | default dict -}}
+{{- if not (or $auth.mode $auth.keys_file $auth.api_key_sha256 $auth.jwt) -}}
 {{- $_ := set $spec "security" (mergeOverwrite (default dict $spec.security) (dict "auth" (dict "mode" "none"))) -}}
 {{- end -}}
 {{- toYaml $spec -}}
@@ -74,9 +75,11 @@ colons must be written by the YAML writer. */ -}}
 {{- $found = append $found (dict "value" "tls.edge" "what" (printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file) "path" (print "/etc/tandem-tls/edge/" $file)) -}}
 {{- end -}}
 {{- end -}}
-{{- with include "tandem.internalSecret" (list . "head") -}}
+{{- if include "tandem.internalTls" . -}}
+{{- $source := printf "Secret %s" (include "tandem.internalSecret" (list . "head")) -}}
+{{- if .Values.tls.internal.certManager.csi }}{{ $source = "a volume of csi.cert-manager.io" }}{{ end -}}
 {{- range $file := list "tls.crt" "tls.key" "ca.crt" -}}
-{{- $found = append $found (dict "value" "tls.internal" "what" (printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
+{{- $found = append $found (dict "value" "tls.internal" "what" (printf "%s with %s" $source $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.auth -}}
@@ -140,8 +143,9 @@ start-head.sh: |
   {{- .Files.Get "files/start-head.sh" | trim | nindent 2 }}
 {{- end -}}
 
+{{- /* The volume at /models that was given; empty: an emptyDir. */ -}}
 {{- define "tandem.modelVolume" -}}
 {{- with .Values.models -}}
-{{- if .existingClaim }}claim {{ .existingClaim }}{{ else if .hostPath }}hostPath {{ .hostPath }}{{ else }}an emptyDir{{ end -}}
+{{- if .existingClaim }}claim {{ .existingClaim }}{{ else if .hostPath }}hostPath {{ .hostPath }}{{ else if .image.reference }}image {{ .image.reference }}{{ end -}}
 {{- end -}}
 {{- end -}}

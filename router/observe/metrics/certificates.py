@@ -1,4 +1,4 @@
-"""Expiry of the certificates this router presents, read from their files at each scrape."""
+"""Lifetime of the certificates this router presents, read from their files at each scrape."""
 
 from __future__ import annotations
 
@@ -22,22 +22,29 @@ class CertificateCollector(Collector):
         self._files = dict(files)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
+        expiry = GaugeMetricFamily(
             "tandem_certificate_expiry_timestamp_seconds",
             "Unix time at which the first certificate of the file expires.",
             labels=["use"],
         )
+        start = GaugeMetricFamily(
+            "tandem_certificate_start_timestamp_seconds",
+            "Unix time from which that certificate is valid.",
+            labels=["use"],
+        )
         for use, path in self._files.items():
-            if (expiry_s := first_expiry_s(path)) is not None:
-                family.add_metric([use], expiry_s)
-        yield family
+            if (first := first_to_expire(path)) is not None:
+                expiry.add_metric([use], first.not_valid_after_utc.timestamp())
+                start.add_metric([use], first.not_valid_before_utc.timestamp())
+        yield expiry
+        yield start
 
 
-def first_expiry_s(path: str) -> float | None:
-    """Unix time of the earliest expiry in the file; None if it cannot be read."""
+def first_to_expire(path: str) -> x509.Certificate | None:
+    """None if the file cannot be read."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         log.warning("cannot read certificate %s: %s", path, error)
         return None
-    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
+    return min(certificates, key=lambda certificate: certificate.not_valid_after_utc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from cluster.cli.commands import running as running_module
 from cluster.cli.commands.running import CONTROLLER, Controllers
+from cluster.cli.main import app
 from cluster.control.launch import ControllerLaunch
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster
+from router.testing.index import BINARIES
+from router.testing.redis_server import TcpServer
 from tandem.config.spec import ClusterSpec
 from tandem.testing.processes import command_lines
 from tests.unit.cluster.test_interrupt import start_up, wait_for
@@ -165,6 +170,36 @@ async def test_a_reader_of_its_output_that_is_gone_ends_nothing(
             assert (await client.post(url, json=body)).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 90) == 0
+
+
+@pytest.mark.parametrize("backend", ["subprocess", "ray"])
+@pytest.mark.slow
+def test_no_secret_is_in_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Every user of a machine reads command lines: neither what the cluster was given nor what it draws is there."""
+    password, hub_token = "redis-password-of-this-test", "hf_token-of-this-test"
+    redis = TcpServer(tmp_path / "redis", BINARIES[0], f"user tandem on >{password} ~* &* +@all")
+    keys = tmp_path / "keys.yaml"
+    created = CliRunner().invoke(app, ["keys", "create", "--file", str(keys), "--tenant", "a"])
+    key = re.findall(r"tdm_[\w-]+", created.output)[0]
+    monkeypatch.setenv("TANDEM_REDIS__MODE", "external")
+    monkeypatch.setenv("TANDEM_REDIS__URL", f"redis://tandem:{password}@127.0.0.1:{redis.port}/0")
+    monkeypatch.setenv("TANDEM_SECURITY__AUTH__KEYS_FILE", str(keys))
+    monkeypatch.setenv("HF_TOKEN", hub_token)
+    try:
+        with start_up(tmp_path, backend) as process:
+            wait_for(process, "ready in")
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            programs = [" ".join(each.cmdline()) for each in family]
+            for program in ("cluster.control", "-m router", "worker.service", "kvtransfer.agent"):
+                assert any(program in each for each in programs), programs
+            secrets = (password, hub_token, key.split("_", 2)[2])
+            assert [each for each in programs if any(secret in each for secret in secrets)] == []
+            drawn = re.compile(r"\b([0-9a-f]{32}|[0-9a-f]{64})\b")  # for routers, hashes and Ray; Ray's ids have 56
+            assert [each for each in programs if drawn.search(each)] == []
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(90) == 0
+    finally:
+        redis.kill()
 
 
 @pytest.mark.parametrize("backend", ["subprocess", "ray"])

@@ -47,6 +47,7 @@ def test_other_variables_of_ours_are_not_the_specs() -> None:
         ("router: {http_port: eighty}", "router.http_port"),
         ("router: {http_port: 70000}", "router.http_port"),
         ("models: [{decode: {workers: 0}}]", "decode.workers"),
+        ("models: [{source: 's3://bucket/model'}]", "models.0: source: expected the name of a pulled model"),
         ("models: []", "models"),
         ("redis: {mode: external}", "redis.url"),
         ("transfer: {tls: {cert: c.pem, key: k.pem}}", "transfer.tls.ca"),

@@ -342,7 +342,9 @@ def test_metrics_are_scraped_from_every_router(render: Render, kind: str, endpoi
 
 def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:
     pulled = head_of(render())["template"]["spec"]["initContainers"]
-    assert [container["command"] for container in pulled] == [["tandem", "pull", "smollm2-135m"]]
+    assert [container["command"] for container in pulled] == [
+        ["tandem", "pull", "smollm2-135m", "--volume-bytes", str(8 << 30)]
+    ]
     local = render("--set", "cluster.models[0].source=/models/mine,models.existingClaim=weights")
     assert "initContainers" not in head_of(local)["template"]["spec"]
 
@@ -459,7 +461,10 @@ def test_a_spec_changed_where_it_is_fixed_changes_the_head_pod_and_only_then(ren
             "cluster.models[0].engine.device=cuda,node.gpus=2,cluster.models[0].decode.tp=4",
             "cluster.models[0].decode.tp: expected at most node.gpus (2)",
         ),
-        ("models.existingClaim=a,models.hostPath=/b", "models: expected existingClaim or hostPath, got both"),
+        (
+            "models.existingClaim=a,models.hostPath=/b",
+            "models: expected one of existingClaim, hostPath and image.reference, got several",
+        ),
         ("node.replicas=1", "redis.mode: expected valkey or external"),
         ("node.onHead=false", "node.replicas: expected at least 1"),
         ("node.minReplicas=2", "node.minReplicas: expected at most"),

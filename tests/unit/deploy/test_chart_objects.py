@@ -159,6 +159,18 @@ def _labels_of(manifests: Manifests, pod: Manifest) -> dict[str, str]:
     return {"app.kubernetes.io/instance": "test", "app.kubernetes.io/part-of": "tandem"}
 
 
+def test_no_argument_of_a_container_has_a_secret(example: Manifests) -> None:
+    """Kubernetes puts a variable's value in place of $(NAME) in commands, where every process of the pod reads it."""
+    for name, pod in pods(example):
+        for container in containers(pod):
+            variables = container.get("env", [])
+            secret = {each["name"] for each in variables if "secretKeyRef" in each.get("valueFrom", {})}
+            secret |= {each["name"] for each in variables if any(f"$({known})" in str(each) for known in secret)}
+            probes = [container.get(key) for key in ("startupProbe", "livenessProbe", "readinessProbe", "lifecycle")]
+            said = str([container.get("command"), container.get("args"), probes])
+            assert [each for each in secret if f"$({each})" in said] == [], name
+
+
 @pytest.mark.parametrize("values", [None, "valkey", "two-racks"])
 def test_an_upgrade_changes_nothing_that_kubernetes_forbids(
     render: Callable[..., Manifests], values: str | None

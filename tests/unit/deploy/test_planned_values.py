@@ -85,6 +85,8 @@ def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[...,
     (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
     assert volume["emptyDir"] == {"sizeLimit": "146Gi"}
     assert 141e9 < 146 << 30
+    told = yaml.safe_load(text)["models"]["weights"]["meta-llama/Meta-Llama-3-70B-Instruct"]["size"]
+    assert 0 <= int(told.removesuffix("Mi")) * (1 << 20) - 141e9 < 1e9
     promised = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["requirements.yaml"])
     assert {"Secret tandem-hub-token with token", "Secret tandem-valkey with password"} == {
         each["what"] for each in promised
@@ -112,7 +114,8 @@ def test_the_link_of_the_plan_is_reserved_where_pods_would_share_a_slower_one(
 def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
     plan, hardware = planned(ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")
     text = helm_values(plan, hardware, source)
-    assert "models" not in yaml.safe_load(text)
+    models = yaml.safe_load(text).get("models", {})
+    assert models == ({"weights": {source: {"size": "15316Mi"}}} if source.startswith("/") else {})
     assert ("--set models.existingClaim" in text) == source.startswith("/")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
 from prometheus_client import CollectorRegistry
 
 from router.observe.metrics.certificates import CertificateCollector
@@ -27,6 +28,8 @@ def test_the_first_certificate_of_a_file_counts_and_a_renewed_file_is_read_anew(
     assert abs((registry.get_sample_value(NAME, {"use": "edge"}) or 0.0) - time.time() + DAY_S) < 60
     served.write_bytes(good.read_bytes())
     assert abs((registry.get_sample_value(NAME, {"use": "edge"}) or 0.0) - time.time() - DAY_S) < 60
+    start_s = registry.get_sample_value(NAME.replace("expiry", "start"), {"use": "edge"}) or time.time()
+    assert start_s == x509.load_pem_x509_certificate(good.read_bytes()).not_valid_before_utc.timestamp() < time.time()
 
 
 def test_a_file_that_cannot_be_read_has_no_expiry(tmp_path: Path) -> None:

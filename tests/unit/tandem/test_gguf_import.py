@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tandem.checkpoint.gguf_import import import_gguf
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import quiet, resolve
 from tandem.checkpoint.rope_config import LinearScaling, Llama3Scaling
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, InsufficientMemory
 from tandem.testing.models import CHAT_TEMPLATE, write_tiny_llama
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
@@ -172,6 +173,18 @@ def test_k_quants_come_out_as_what_their_numbers_say(kind: Kind, tmp_path: Path)
     folder = imported(write_gguf(tmp_path / "m.gguf", source, change=change))
     up = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert np.array_equal(up, gguf.dequantize(raw, kind))
+
+
+def test_a_file_whose_weights_have_no_room_is_refused_before_one_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q8_0 has 34 bytes for 32 weights; widened they have 128."""
+    path = write_gguf(tmp_path / "m.gguf", source, kind=Kind.Q8_0)
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk._replace(free=2 * path.stat().st_size))
+    with pytest.raises(InsufficientMemory, match=r"model: expected .* free in .* for m\.gguf, got "):
+        imported(path)
+    assert not list((tmp_path / "imported").glob("*.safetensors"))
 
 
 def test_half_precision_stays_half_precision(source: Path, tmp_path: Path) -> None:

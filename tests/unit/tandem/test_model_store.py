@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 
 from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.model_store import pull, resolve
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
 from tandem.testing.models import write_tiny_llama
+from tests.model_hub import ModelHub, model_hub
 
 
 @pytest.fixture
@@ -91,3 +93,56 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path, monkeypa
     path.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="set TANDEM_CACHE to another folder"):
         resolve(str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), r"free in .*cache for my-org/my-llama, got [\d.]+ [GM]iB; free some space or set TANDEM_CACHE"),
+        (
+            ("--volume-bytes", str(8 << 30)),
+            r"free in .*cache for my-org/my-llama, got [78]\.\d GiB; the volume has 8\.0 GiB: make it larger",
+        ),
+    ],
+)
+def test_a_model_that_its_disk_has_no_room_for_is_refused_before_it_is_downloaded(
+    arguments: tuple[str, ...], said: str, cache: Path, tmp_path: Path
+) -> None:
+    folder, huge = write_tiny_llama(tmp_path / "model"), {"model.safetensors": 1 << 50, "pytorch_model.bin": 1 << 60}
+    with model_hub("my-org/my-llama", folder, huge) as hub:
+        done = pulled(hub, *arguments)
+    assert done.returncode != 0
+    assert re.search(r"expected 1048576\.0 GiB " + said, " ".join(done.stderr.split()))
+    assert set(hub.downloaded) <= {"config.json", "generation_config.json"}
+    assert [path for path in cache.rglob("*") if path.stat().st_size > 1 << 16 and path.is_file()] == []
+
+
+def test_a_pulled_model_needs_no_more_room(cache: Path, tmp_path: Path) -> None:
+    with model_hub("my-org/my-llama", write_tiny_llama(tmp_path / "model")) as hub:
+        room = sum(path.stat().st_size for path in (tmp_path / "model").iterdir()) + (1 << 14)
+        for _ in range(2):
+            done = pulled(hub, "--volume-bytes", str(room))
+            assert done.returncode == 0, done.stderr
+    assert sorted(hub.downloaded) == sorted(set(hub.downloaded))
+
+
+def test_what_was_downloaded_before_an_interruption_counts_as_there(cache: Path, tmp_path: Path) -> None:
+    begun = cache / "hub" / "models--my-org--my-llama" / "blobs" / "a.incomplete"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(bytes(1 << 20))
+    size = {"model.safetensors": 3 << 20}
+    with model_hub("my-org/my-llama", write_tiny_llama(tmp_path / "model"), size) as hub:
+        assert pulled(hub, "--volume-bytes", str(2 << 20)).returncode != 0
+        assert pulled(hub, "--volume-bytes", str(4 << 20)).returncode == 0
+
+
+def pulled(hub: ModelHub, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cluster", "pull", "my-org/my-llama", *arguments]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "COLUMNS": "300"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+def test_the_demo_model_is_not_downloaded_without_room(cache: Path) -> None:
+    with pytest.raises(InsufficientMemory, match=r"expected 619 MiB free in .*cache for smollm2-135m, got 1 MiB"):
+        pull("smollm2-135m", volume_bytes=1 << 20)
+    assert not cache.exists()
