@@ -11,6 +11,7 @@ from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
 from cluster.control.scaling.autoscaling import Autoscaling
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
@@ -34,6 +35,7 @@ class StatusReport:
         workers: Workers,
         routers: Routers,
         redis: Redis,
+        scaler: PoolScaler,
         autoscaling: Autoscaling,
     ) -> None:
         self._spec = spec
@@ -42,6 +44,7 @@ class StatusReport:
         self._workers = workers
         self._routers = routers
         self._redis = redis
+        self._scaler = scaler
         self._autoscaling = autoscaling
 
     async def build(self) -> cluster_pb2.ClusterStatus:
@@ -72,7 +75,7 @@ class StatusReport:
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
             autoscaler=self._autoscaling.status(),
             task_failures=task_failures,
-            models=[_model(model) for model in self._workers.models],
+            models=[self._model(model) for model in self._workers.models],
             local_prefill_max_tokens=self._routers.settings.local_prefill_max_tokens,
             routers=[
                 cluster_pb2.RouterStatus(
@@ -85,6 +88,13 @@ class StatusReport:
                 )
                 for router in routers
             ],
+        )
+
+    def _model(self, model: ResolvedModel) -> cluster_pb2.ModelStatus:
+        tools, reasoning = model.formats.names
+        prefill, decode = self._scaler.asked_sizes(model)
+        return cluster_pb2.ModelStatus(
+            name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning, prefill=prefill, decode=decode
         )
 
     async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:
@@ -108,11 +118,6 @@ class StatusReport:
         if live is not None:
             status.live.CopyFrom(live)
         return status
-
-
-def _model(model: ResolvedModel) -> cluster_pb2.ModelStatus:
-    tools, reasoning = model.formats.names
-    return cluster_pb2.ModelStatus(name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning)
 
 
 async def _in_time(processes: Awaitable[list[RunningProcess]]) -> list[RunningProcess]:
