@@ -81,6 +81,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or (gt (.Values.routers.replicas | int) 0) .Values.routers.autoscaling.enabled }}true{{ end -}}
 {{- end -}}
 
+{{- /* "true" if other pods than the nodes' call the controller, at a Service of its own, else empty. */ -}}
+{{- define "tandem.controlService" -}}
+{{- if or (include "tandem.routerPods" .) .Values.scaleAdapter.enabled }}true{{ end -}}
+{{- end -}}
+
 {{- /* The component whose pods take clients' requests. */ -}}
 {{- define "tandem.edge" -}}
 {{- ternary "router" "head" (eq (include "tandem.routerPods" .) "true") -}}
@@ -113,7 +118,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.tls.edge.serverName | default (printf "%s-http.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 
-{{- /* The Secret with a pod's internal certificate. Args: (root, head, node or router). */ -}}
+{{- /* The Secret with a pod's internal certificate. Args: (root, head, node, router, roll or scale). */ -}}
 {{- define "tandem.internalSecret" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 {{- with $root.Values.tls.internal -}}

@@ -20,7 +20,7 @@ OLDEST, NEWEST = "1.27", "1.37"
 RAY_CLUSTER = yaml.safe_load((DATA / "raycluster.schema.yaml").read_text())
 CUSTOM = {
     "RayCluster", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute",
-    "BackendTLSPolicy", "InferencePool",
+    "BackendTLSPolicy", "InferencePool", "Pool", "ScaledObject",
 }  # fmt: skip
 IMMUTABLE = {
     "Deployment": ("spec.selector",),
