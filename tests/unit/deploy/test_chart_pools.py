@@ -127,6 +127,16 @@ def test_the_adapter_finds_the_controller(render: Render) -> None:
     assert ("Service", "test-tandem-control") not in render()
 
 
+def test_the_adapter_costs_no_pod_with_routers_a_restart(render: Render) -> None:
+    """Without them, the head gets a port."""
+    pods = ("--values", str(EXAMPLES / "router-pods.yaml"))
+    before, after = render(*pods), render(*pods, "--set", "scaleAdapter.enabled=true")
+    for key in (("RayCluster", "test-tandem"), ("Deployment", "test-tandem-router")):
+        assert before[key] == after[key]
+    assert {name for kind, name in before if kind == "Job"} == {name for kind, name in after if kind == "Job"}
+    assert render(*ONE_POD)["RayCluster", "test-tandem"] != render()["RayCluster", "test-tandem"]
+
+
 def test_the_adapters_certificate_is_an_admins(render: Render) -> None:
     issued = "tls.internal.certManager.enabled=true,tls.internal.certManager.issuerRef.name=i"
     manifests = render(*ONE_POD, "--set", issued)
