@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from cluster.control.record import WorkerState
@@ -52,7 +52,7 @@ class StatusReport:
         workers, routers, router_processes, redis_processes, redis = await asyncio.gather(
             asyncio.gather(*(self._worker(slot) for slot in slots)),
             self._routers.status(),
-            _in_time(self._routers.processes()),
+            _in_time(self._routers.processes),
             self._redis.processes(),
             self._redis.state(),
         )
@@ -104,7 +104,7 @@ class StatusReport:
         info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
         info.model = slot.model.spec.served_name
         info.layout.tp = slot.pool.tp
-        live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes()))
+        live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes))
         del info.processes[:]
         for process in processes:
             info.processes.add(name=process.name, pid=process.pid)
@@ -120,11 +120,11 @@ class StatusReport:
         return status
 
 
-async def _in_time(processes: Awaitable[list[RunningProcess]]) -> list[RunningProcess]:
+async def _in_time(processes: Callable[[], Awaitable[list[RunningProcess]]]) -> list[RunningProcess]:
     """Empty if a host does not answer: the status must still tell about the others."""
     try:
         async with asyncio.timeout(ANSWER_S):
-            return await processes
+            return await processes()
     except TimeoutError:
         return []
 
