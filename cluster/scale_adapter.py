@@ -128,6 +128,10 @@ class Change:
     target: Wanted
     task: asyncio.Task[None]
 
+    def concerns(self, role: Role) -> bool:
+        index = 0 if role is Role.PREFILL else 1
+        return self.target[index] not in (None, self.before[index])
+
     def is_obsolete(self, wanted: Wanted) -> bool:
         """It still starts workers that are no longer asked for: perhaps there never is room for them."""
         sizes = zip(self.before, self.target, wanted, strict=True)
@@ -208,12 +212,11 @@ class ScaleAdapter:
 
     def _follow(self, model: str, wanted: Wanted, asked: PoolSizes) -> None:
         demand = self._demands.setdefault(model, Demand(self._settle_s))
-        is_due = demand.is_due(wanted, asked, asyncio.get_running_loop().time())
         if (change := self._changes.get(model)) is not None:
             if change.is_obsolete(wanted):
                 log.info("%s: %s are no longer asked for", model, _shown(change.target))
                 change.task.cancel()
-        elif is_due:
+        elif demand.is_due(wanted, asked, asyncio.get_running_loop().time()):
             if not demand.refusal:
                 log.info("%s: %s asked for", model, _shown(wanted))
             task = asyncio.create_task(self._scale(model, wanted, demand))
@@ -233,13 +236,15 @@ class ScaleAdapter:
     def _reason(self, pool: Pool, model: cluster_pb2.ModelStatus) -> Reason:
         if not model.decode:
             return Reason("Starting", "the cluster starts")
-        if (demand := self._demands.get(pool.model)) is not None and demand.refusal:
+        demand, change = self._demands.get(pool.model), self._changes.get(pool.model)
+        is_asked_for = pool.replicas in (None, _size(model, pool.role))
+        if is_asked_for and (change is None or not change.concerns(pool.role)):
+            return SCALED
+        if demand is not None and demand.refusal:
             return Reason("Refused", demand.refusal)
-        if (change := self._changes.get(pool.model)) is not None:
+        if change is not None:
             return Reason("Scaling", f"the controller is asked for {_shown(change.target)}")
-        if pool.replicas not in (None, _size(model, pool.role)):
-            return Reason("Waiting", f"a size must stay for {self._settle_s:g} s")
-        return SCALED
+        return Reason("Waiting", f"a size must stay for {self._settle_s:g} s")
 
     async def _report(self, pool: Pool, counts: Mapping[str, int], reason: Reason) -> None:
         if reason.word in PROBLEMS:

@@ -17,8 +17,8 @@ Manifest = dict[str, Any]
 
 
 class FakeKubernetes:
-    """`errors`: codes that it answers next, before it looks; `patch_errors`: to patches. `check`: raises ValueError for a
-    Pool that the schema refuses. `asked`: (method, path, body) of each request."""
+    """`errors`: codes that it answers next, before it looks; `patch_errors`: to patches. `check`: raises ValueError for
+    a Pool that the schema refuses. `asked`: (method, path, body) of each request."""
 
     def __init__(self, *pods: Manifest, check: Callable[[Manifest], None] = lambda pool: None) -> None:
         self.pods = {pod["metadata"]["name"]: pod for pod in pods}

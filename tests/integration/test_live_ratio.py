@@ -401,6 +401,8 @@ async def test_pool_objects_of_kubernetes_drive_the_pools_under_load(
                 await controller.scaler.drain(next(iter(workers)), restart=False, move=True)
                 api.scale("d", 2)
                 await until(lambda: roles(controller) == (1, 2), LONG_S)
+                api.scale("d", 1)
+                await until(settled(api, "d", 1), LONG_S)
         finally:
             adapter.terminate()
             out, _ = await adapter.communicate()

@@ -58,7 +58,7 @@ def pool(name: str, role: str, model: str = "tiny", release: str = "demo", **spe
 
 
 class FakeCluster:
-    """`sizes` by model. A scale is done at once, unless `held` is set: then when it is cleared."""
+    """`sizes` that it was last asked to have, by model. A scale takes a moment, or as long as its model is `held`."""
 
     def __init__(self, **sizes: tuple[int, int]) -> None:
         self.sizes = {model: PoolSizes(*pair) for model, pair in sizes.items()}
@@ -83,16 +83,21 @@ class FakeCluster:
 
     async def scale(self, model: str, wanted: Wanted) -> None:
         self.asked.append((model, wanted))
+        before = self.sizes[model]
+        self.sizes[model] = PoolSizes(*(old if new is None else new for old, new in zip(before, wanted, strict=True)))
         try:
+            await asyncio.sleep(0.03)
             while model in self.held:
                 await asyncio.sleep(0.002)
+            if self.error is not None:
+                raise self.error
         except asyncio.CancelledError:
             self.cancelled.append(model)
+            self.sizes[model] = before
             raise
-        if self.error is not None:
-            raise self.error
-        now = self.sizes[model]
-        self.sizes[model] = PoolSizes(*(old if new is None else new for old, new in zip(now, wanted, strict=True)))
+        except Exception:
+            self.sizes[model] = before
+            raise
 
 
 @contextmanager
@@ -153,7 +158,7 @@ async def test_both_pools_of_a_model_change_in_one_call() -> None:
     cluster = FakeCluster(tiny=(2, 1), other=(1, 1))
     pools = pool("p", "prefill"), pool("d", "decode"), pool("o", "decode", "other")
     with kubernetes(*pools) as (api, client):
-        async with adapting(client, cluster, settle_s=0.3):
+        async with adapting(client, cluster, settle_s=1.0):
             await until(settled(api, "d", 1))
             api.scale("d", 2)
             await until(lambda: condition(api, "d")[1] == "Waiting")
@@ -219,11 +224,29 @@ async def test_a_refused_size_is_told_with_the_controllers_words_and_disturbs_no
             )
             await asyncio.sleep(0.1)
             assert len(cluster.asked) == 1, "it is not asked again at once"
-            assert sum("more workers" in message for message in caplog.messages) == 2, "once for each Pool of the model"
+            assert sum("more workers" in message for message in caplog.messages) == 1, "nor is it told again"
+            assert condition(api, "p") == ("True", "Scaled", "")
             cluster.error = None
             api.scale("d", 2)
             await until(settled(api, "d", 2))
     assert cluster.asked[1:] == [("tiny", (1, 2))]
+
+
+async def test_a_size_that_is_refused_again_and_again_is_asked_for_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.scale_adapter.FIRST_RETRY_S", 0.1)
+    cluster = FakeCluster(tiny=(1, 1))
+    cluster.error = ConfigError("no room")
+    with kubernetes(pool("d", "decode", replicas=2)) as (api, client):
+        async with adapting(client, cluster):
+            await until(lambda: condition(api, "d")[1] == "Refused")
+            changed = [condition(api, "d")]
+            for _ in range(150):
+                await asyncio.sleep(0.01)
+                changed += [condition(api, "d")] if condition(api, "d") != changed[-1] else []
+    assert 2 <= len(cluster.asked) <= 5, "at 0, 0.1, 0.3, 0.7 and 1.5 s"
+    assert changed == [("False", "Refused", "no room")]
 
 
 async def test_a_bug_in_a_call_is_a_refusal_and_not_the_end() -> None:
@@ -269,13 +292,17 @@ async def test_a_head_that_is_away_is_told_once_and_waited_for(caplog: pytest.Lo
 
 @pytest.mark.parametrize("code", [403, 404, 409, 410, 422, 500, 503])
 async def test_whatever_the_api_server_answers_it_goes_on(code: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     cluster = FakeCluster(tiny=(1, 1))
     with kubernetes(pool("d", "decode")) as (api, client):
         api.errors, api.patch_errors = [code] * 3, [code] * 3
         async with adapting(client, cluster):
             await until(settled(api, "d", 1))
             assert not api.errors + api.patch_errors
-            assert len([message for message in caplog.messages if message.startswith("Kubernetes: ")]) == 1
+            said = [message for message in caplog.messages if message.startswith("Kubernetes: ")]
+            assert (len(said), said[1]) == (2, "Kubernetes: as it should be again"), (
+                "once when it begins, once when it ends"
+            )
             api.scale("d", 2)
             await until(settled(api, "d", 2))
 
