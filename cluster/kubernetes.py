@@ -1,4 +1,4 @@
-"""The calls of Kubernetes' API that a rollout needs, made as the pod's ServiceAccount."""
+"""The calls of Kubernetes' API that a rollout and the scale adapter need, made as the pod's ServiceAccount."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.spec import NODE_GROUP_LABEL
+from tandem.config.spec import NODE_GROUP_LABEL, Role
 from tandem.errors import ConfigError, UnavailableError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -22,6 +22,8 @@ TIMEOUT_S = 15.0
 COMPONENT = "app.kubernetes.io/component"
 TEMPLATE = "tandem/template"  # an annotation: of which template the pod is
 DEFAULT_GROUP = "nodes"  # of pods without a label of their group
+POOLS = "pools.tandem.dev"
+MERGE_PATCH = "application/merge-patch+json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,44 @@ def _component(labels: Mapping[str, str]) -> str:
     return f"node/{labels.get(NODE_GROUP_LABEL, DEFAULT_GROUP)}" if component == "node" else component
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pools.tandem.dev object: how many workers of a role a model should have. `version`: of this state of it."""
+
+    name: str
+    uid: str
+    version: str
+    generation: int
+    created: str
+    model: str
+    role: Role
+    replicas: int | None
+    status: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> Pool:
+        metadata, spec = found["metadata"], found["spec"]
+        return cls(
+            name=metadata["name"],
+            uid=metadata["uid"],
+            version=metadata["resourceVersion"],
+            generation=metadata.get("generation", 0),
+            created=metadata.get("creationTimestamp", ""),
+            model=spec["model"],
+            role=Role(spec["role"]),
+            replicas=spec.get("replicas"),
+            status=found.get("status") or {},
+        )
+
+
 class KubernetesApi:
-    """Pods of a release of the chart. `account`: folder with `token` and `ca.crt`, which the kubelet renews."""
+    """Pods and Pools of a release of the chart. `account`: folder with `token` and `ca.crt`, which the kubelet
+    renews."""
 
     def __init__(self, server: str, namespace: str, release: str, account: Path = ACCOUNT) -> None:
         self._pods = f"{server}/api/v1/namespaces/{namespace}/pods"
+        self._pool_objects = f"{server}/apis/tandem.dev/v1alpha1/namespaces/{namespace}/pools"
+        self._release = release
         self._selector = f"app.kubernetes.io/instance={release},app.kubernetes.io/part-of=tandem"
         self._account = account
 
@@ -72,15 +107,48 @@ class KubernetesApi:
 
     def list(self) -> list[Pod]:
         """Raises ConfigError if the account may not, UnavailableError."""
-        found = self._call("GET", f"{self._pods}?{urllib.parse.urlencode({'labelSelector': self._selector})}")
+        query = urllib.parse.urlencode({"labelSelector": self._selector})
+        found = self._call("GET", f"{self._pods}?{query}", needs="list and delete of pods")
         return [Pod.parse(each) for each in found["items"]]
 
     def delete(self, pod: Pod) -> None:
         """With the pod's own grace period. Nothing if it is gone, or another pod has its name."""
-        self._call("DELETE", f"{self._pods}/{pod.name}", {"preconditions": {"uid": pod.uid}}, ignored=(404, 409))
+        body = {"preconditions": {"uid": pod.uid}}
+        self._call("DELETE", f"{self._pods}/{pod.name}", body, needs="list and delete of pods", ignored=(404, 409))
 
-    def _call(self, method: str, url: str, body: Any = None, ignored: tuple[int, ...] = ()) -> Any:
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    def pools(self) -> Sequence[Pool]:
+        """Raises ConfigError if the account may not, or Kubernetes does not know them; UnavailableError."""
+        found = self._call("GET", self._pool_objects, needs=f"list of {POOLS}", ignored=(404,))
+        if "items" not in found:
+            raise ConfigError(
+                f"the API server has no {POOLS}: apply the chart's files/{POOLS}.yaml, as docs/deploy.md says"
+            )
+        return [Pool.parse(each) for each in found["items"] if each["spec"]["release"] == self._release]
+
+    def set_replicas(self, pool: Pool, replicas: int) -> None:
+        """Nothing if the Pool has changed since it was read, or is gone."""
+        self._patch(pool, "", {"spec": {"replicas": replicas}})
+
+    def set_status(self, pool: Pool, status: Mapping[str, Any]) -> None:
+        """Likewise."""
+        self._patch(pool, "/status", {"status": status})
+
+    def _patch(self, pool: Pool, part: str, body: Mapping[str, Any]) -> None:
+        url, body = f"{self._pool_objects}/{pool.name}{part}", {"metadata": {"resourceVersion": pool.version}, **body}
+        self._call("PATCH", url, body, needs=f"patch of {POOLS}{part}", ignored=(404, 409), kind=MERGE_PATCH)
+
+    def _call(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        needs: str,
+        ignored: tuple[int, ...] = (),
+        kind: str = "application/json",
+    ) -> Any:
+        """`needs`: the rights, for a message."""
+        headers = {"Accept": "application/json", "Content-Type": kind}
         try:
             context = None
             if url.startswith("https:"):
@@ -95,8 +163,7 @@ class KubernetesApi:
                 return {}
             if error.code == 403:
                 raise ConfigError(
-                    f"serviceAccount: the API server refuses to {method} pods ({error.code}): expected a Role with "
-                    "list and delete of pods"
+                    f"serviceAccount: the API server refuses to {method} ({error.code}): expected a Role with {needs}"
                 ) from None
             raise UnavailableError(f"the API server answered {error.code} ({error.reason})") from None
         except (OSError, ValueError, http.client.HTTPException) as error:

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Protocol
 
 from cluster.cli.admin_client import Admin, fetch_status
-from cluster.kubernetes import DEFAULT_GROUP, KubernetesApi, Pod
-from tandem.config.spec import TlsSpec
+from cluster.kubernetes import DEFAULT_GROUP, Pod
+from cluster.pod_arguments import add_pod_arguments, admin_of, kubernetes_of
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.text.words import plural
 
@@ -201,25 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cluster.rollout", description="Replaces outdated pods, one by one."
     )
-    parser.add_argument("--namespace", required=True)
-    parser.add_argument("--release", required=True, help="the Helm release")
+    add_pod_arguments(parser)
     parser.add_argument("--pods", action="append", type=Wanted.parse, required=True, metavar="COMPONENT:COUNT:TEMPLATE")
-    parser.add_argument("--controller", required=True, metavar="HOST:PORT", help="the controller's admin address")
     parser.add_argument("--step-timeout", type=float, default=1800.0, metavar="SECONDS")
-    parser.add_argument("--api", metavar="URL", help="the API server (default: that of this pod)")
-    for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"security.tls.{name}, with the role admin")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    files = {"cert": given.tls_cert, "key": given.tls_key, "ca": given.tls_ca}
-    admin = Admin(given.controller, TlsSpec(**files) if given.tls_cert else None)
+    admin = admin_of(given)
     try:
-        api = (
-            KubernetesApi(given.api, given.namespace, given.release)
-            if given.api
-            else KubernetesApi.of_this_pod(given.namespace, given.release)
-        )
-        rollout = Rollout(api, lambda: unready_workers(admin), given.pods, given.step_timeout)
+        rollout = Rollout(kubernetes_of(given), lambda: unready_workers(admin), given.pods, given.step_timeout)
         replaced = asyncio.run(rollout.run())
     except TandemError as error:
         print(error.message, file=sys.stderr)

@@ -18,6 +18,7 @@ from cluster.cli.state_file import ClusterState
 from tandem.config.spec import TlsSpec
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
@@ -36,9 +37,9 @@ class Admin:
     def channel(self) -> grpc.aio.Channel:
         """Raises ConfigError if the certificate cannot be used."""
         if self.tls is None:
-            return grpc.aio.insecure_channel(self.address)
+            return open_channel(self.address, None, Identity.CONTROLLER, CLIENT_OPTIONS)
         tls = ClusterTls(_cluster_of(self.tls.of(Identity.ADMIN)), Identity.ADMIN, self.tls)
-        return open_channel(self.address, tls, Identity.CONTROLLER)
+        return open_channel(self.address, tls, Identity.CONTROLLER, CLIENT_OPTIONS)
 
 
 def find_admin(address: str | None, cluster: str | None, tls: Path | None = None) -> Admin:

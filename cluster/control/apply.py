@@ -66,7 +66,7 @@ class SpecApplier:
         self._lock = asyncio.Lock()
 
     async def apply(self, text: str, *, dry_run: bool) -> tuple[str, ...]:
-        """Returns one sentence for each change that was made, or would be. While the autoscaler is on, sets only sizes
+        """Returns one sentence for each change that was made, or would be. While an autoscaler is on, sets only sizes
         that differ from the previous spec: the autoscaler chose the others.
 
         Raises ConfigError before any change; if a later model's pools cannot have their sizes, raises the error of
@@ -139,7 +139,7 @@ class SpecApplier:
         for old, new in zip(before.models, after.models, strict=True):
             wanted = new.prefill.workers, new.decode.workers
             requested = (old.prefill.workers, old.decode.workers) != wanted
-            if wanted != self._pools.sizes(new.served_name) and (requested or not after.autoscaler.enabled):
+            if wanted != self._pools.sizes(new.served_name) and (requested or not after.autoscaler.owns_sizes):
                 found.append((new.served_name, *wanted))
         return found
 

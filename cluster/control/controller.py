@@ -96,6 +96,7 @@ class Controller:
             workers=self.workers,
             routers=self.routers,
             redis=self._redis,
+            scaler=self.scaler,
             autoscaling=self.autoscaling,
         )
         self._admin_service = AdminService(
@@ -145,10 +146,11 @@ class Controller:
             await self._backend.release_others((), ())
             await self._until_ports_are_free()
             await self._serve_admin(self._asked_address)
-            await run_together(
-                self.routers.start(),
-                self.workers.start(self._epoch_settings(self._found_at)),
-            )
+            async with self.scaler.waiting():
+                await run_together(
+                    self.routers.start(),
+                    self.workers.start(self._epoch_settings(self._found_at)),
+                )
         self._record.start()
         self._tasks.append(asyncio.create_task(keep_running("node drainer", self._node_drainer.run)))
         watch = ResourceWatch({"XDG_STATE_HOME": self.log_dir.parent, "XDG_RUNTIME_DIR": self._run_base})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from cluster.control.record import WorkerState
@@ -11,6 +11,7 @@ from cluster.control.redis import Redis
 from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
 from cluster.control.scaling.autoscaling import Autoscaling
+from cluster.control.scaling.pool_scaler import PoolScaler
 from cluster.control.worker_slot import ROLES, WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
@@ -34,6 +35,7 @@ class StatusReport:
         workers: Workers,
         routers: Routers,
         redis: Redis,
+        scaler: PoolScaler,
         autoscaling: Autoscaling,
     ) -> None:
         self._spec = spec
@@ -42,6 +44,7 @@ class StatusReport:
         self._workers = workers
         self._routers = routers
         self._redis = redis
+        self._scaler = scaler
         self._autoscaling = autoscaling
 
     async def build(self) -> cluster_pb2.ClusterStatus:
@@ -49,7 +52,7 @@ class StatusReport:
         workers, routers, router_processes, redis_processes, redis = await asyncio.gather(
             asyncio.gather(*(self._worker(slot) for slot in slots)),
             self._routers.status(),
-            _in_time(self._routers.processes()),
+            _in_time(self._routers.processes),
             self._redis.processes(),
             self._redis.state(),
         )
@@ -72,7 +75,7 @@ class StatusReport:
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
             autoscaler=self._autoscaling.status(),
             task_failures=task_failures,
-            models=[_model(model) for model in self._workers.models],
+            models=[self._model(model) for model in self._workers.models],
             local_prefill_max_tokens=self._routers.settings.local_prefill_max_tokens,
             routers=[
                 cluster_pb2.RouterStatus(
@@ -87,6 +90,13 @@ class StatusReport:
             ],
         )
 
+    def _model(self, model: ResolvedModel) -> cluster_pb2.ModelStatus:
+        tools, reasoning = model.formats.names
+        prefill, decode = self._scaler.asked_sizes(model)
+        return cluster_pb2.ModelStatus(
+            name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning, prefill=prefill, decode=decode
+        )
+
     async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:
         info = cluster_pb2.WorkerInfo()
         if slot.info is not None:
@@ -94,7 +104,7 @@ class StatusReport:
         info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
         info.model = slot.model.spec.served_name
         info.layout.tp = slot.pool.tp
-        live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes()))
+        live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes))
         del info.processes[:]
         for process in processes:
             info.processes.add(name=process.name, pid=process.pid)
@@ -110,16 +120,11 @@ class StatusReport:
         return status
 
 
-def _model(model: ResolvedModel) -> cluster_pb2.ModelStatus:
-    tools, reasoning = model.formats.names
-    return cluster_pb2.ModelStatus(name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning)
-
-
-async def _in_time(processes: Awaitable[list[RunningProcess]]) -> list[RunningProcess]:
+async def _in_time(processes: Callable[[], Awaitable[list[RunningProcess]]]) -> list[RunningProcess]:
     """Empty if a host does not answer: the status must still tell about the others."""
     try:
         async with asyncio.timeout(ANSWER_S):
-            return await processes
+            return await processes()
     except TimeoutError:
         return []
 

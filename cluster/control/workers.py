@@ -74,6 +74,11 @@ class Workers:
         """The model's workers, without those that were given up."""
         return [slot for slot in self.slots.values() if slot.model is model and not slot.is_given_up]
 
+    def roles(self, model: ResolvedModel) -> dict[str, Role]:
+        """By worker, with those that are about to be added."""
+        roles = {name: role for name, (of, role) in self._expected.items() if of is model}
+        return roles | {slot.worker_id: slot.role for slot in self.slots_of(model)}
+
     def name_prefix(self, model: ResolvedModel) -> str:
         """What precedes the role and number in a worker id: empty if the cluster has one model."""
         return f"{model.spec.served_name.replace('/', '-')}-" if len(self._models) > 1 else ""
@@ -176,8 +181,7 @@ class Workers:
     def where(self, model: ResolvedModel, role: Role, worker_id: str) -> Where:
         """Where the worker may be, now."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        roles = {name: known for name, (of, known) in self._expected.items() if of is model}
-        roles |= {slot.worker_id: slot.role for slot in self.slots_of(model)}
+        roles = self.roles(model)
         return Where(
             node_groups=model.spec.pool(role).node_groups,
             colocate=model.spec.colocate if other in roles.values() else Colocate.NO,

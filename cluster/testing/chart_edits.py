@@ -69,6 +69,14 @@ VALKEY = "resources.limits.memory=1Gi existingClaim=a pod.env[0].name=A pod.labe
 CPUS, MEMORY = "node.resources.requests.cpu=8", "node.resources.limits.memory=64Gi"
 GROUP, OTHER_GROUP = (f"nodeGroups[{n}].name={name},nodeGroups[{n}].replicas=1" for n, name in enumerate("ab"))
 AUTOSCALED = "ray.autoscaling.enabled=true,node.replicas=0,node.minReplicas=2"
+SCALED = "scaleAdapter.enabled=true"
+AUTOSCALER = (
+    "scaleAdapter.autoscalers[0].role=decode,scaleAdapter.autoscalers[0].maxReplicas=1,"
+    "scaleAdapter.autoscalers[0].metrics[0].type=External,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.metric.name=a,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.target.type=AverageValue,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.target.averageValue=1"
+)
 OTHER_EDGE = "tls.edge.certManager.enabled=false,tls.edge.existingSecret=a"
 OTHER_REDIS = "redis.mode=external,redis.external.existingSecret=a,ray.gcsFaultTolerance.address=rediss://r:6379"
 
@@ -114,7 +122,7 @@ LIVE_EDITS = (
     ),
     Edit(
         "`networkPolicy`, `monitoring`, `disruption`, `serviceAccount.annotations`, `rayClusterLabels`, "
-        "`extraObjects`, `test`",
+        "`extraObjects`, `models.weights`, `test`",
         (
             *_under("networkPolicy", "enabled=false clients[0].podSelector.matchLabels.a=b apiServerPorts[0]=8443"),
             *_under("networkPolicy", "extraEgress[0].ports[0].port=4317 dns.port=5353"),
@@ -124,6 +132,7 @@ LIVE_EDITS = (
             "serviceAccount.annotations.a=b",
             "rayClusterLabels.a=b",
             "extraObjects[0].apiVersion=v1,extraObjects[0].kind=ConfigMap,extraObjects[0].metadata.name=a",
+            "models.weights.smollm2-135m.size=1Gi",
             *_under("test", "image=a:1 apiKeySecret.name=a"),
         ),
     ),
@@ -159,6 +168,13 @@ OTHER_EDITS = (
     ),
     Edit("`auth.existingSecret`, `tls.edge.existingSecret`", ("auth.existingSecret=a", OTHER_EDGE)),
     Edit("`redis.valkey`: image, resources, `pod`, claim", ("redis.valkey.image=v:9", *_under("redis.valkey", VALKEY))),
+    Edit("`scaleAdapter.enabled`", (SCALED,)),
+    Edit("`scaleAdapter.autoscalers`", (AUTOSCALER,), SCALED),
+    Edit(
+        "the rest of `scaleAdapter`",
+        (*_under("scaleAdapter", "settleSeconds=9 resources.limits.memory=1Gi"), *_under("scaleAdapter.pod", POD)),
+        SCALED,
+    ),
     Edit("`head`", _of_pod("head")),
     Edit("`node`: resources, place, `runtimeClassName`, `pod`", (*_of_pod("node"), "node.runtimeClassName=a")),
     Edit("the same of one of `nodeGroups`", _of_pod("nodeGroups[0]"), GROUP),
@@ -186,6 +202,7 @@ OTHER_EDITS = (
         (
             *_under("image", f"tag=v9 repository=a digest=sha256:{'a' * 64}"),
             "models.pull=false,models.hostPath=/srv",
+            "models.pull=false,models.image.reference=a:1,cluster.models[0].source=/models/a",
             *_under("models", "existingClaim=a emptyDirSize=9Gi hubTokenSecret.name=a"),
             "cluster.models[1].source=smollm2-135m,cluster.models[1].name=b",
             "node.gpus=2",
@@ -262,7 +279,7 @@ def outcome_of(edit: Edit, base: str, number: int) -> Outcome:
     return outcome(rendered(before), rendered(f"{before},{edit.settings[number]}"))
 
 
-NAMES = {"head": "head", "nodes": "nodes", "router": "routers", "valkey": "Valkey"}
+NAMES = {"head": "head", "nodes": "nodes", "router": "routers", "valkey": "Valkey", "scale": "scale adapter"}
 GROUP_NAMES = ("a", "b")  # of the settings above
 
 

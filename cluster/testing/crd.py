@@ -51,7 +51,8 @@ class Definition:
 
     @classmethod
     def of(cls, schema: Schema) -> Definition:
-        whole = {**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}}
+        implied = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+        whole = {**schema, "properties": {**schema["properties"], **implied}}
         return cls(whole, jsonschema.Draft202012Validator(closed(whole)))
 
     def faults(self, manifest: Any, former: Any = None) -> Iterator[str]:
@@ -142,10 +143,12 @@ def _broken(rule: Mapping[str, str], variables: Mapping[str, Any]) -> str:
     return rule.get("message") or f"failed rule: {rule['rule']}"
 
 
+_ENVIRONMENT = celpy.Environment()  # here, as it sets Python's recursion limit, which hypothesis refuses in a test
+
+
 @functools.cache
 def _program(rule: str) -> celpy.Runner:
-    environment = celpy.Environment()
-    return environment.program(environment.compile(rule.strip()))
+    return _ENVIRONMENT.program(_ENVIRONMENT.compile(rule.strip()))
 
 
 def _cel(schema: Schema, value: Any) -> Any:

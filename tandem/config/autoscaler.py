@@ -29,6 +29,11 @@ class AutoscalerSpec(Frozen):
 
     enabled: bool = Field(False, description="Start the autoscaler.")
     dry_run: bool = Field(False, description="Decide and log, but change nothing.")
+    external: bool = Field(
+        False,
+        description="Another autoscaler sets the sizes of pools through the admin API: `tandem apply` sets only those "
+        "that differ from the previous spec.",
+    )
     interval_s: Annotated[float, Field(ge=0.1, le=600)] = Field(2.0, description="Time between two decisions.")
     min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None, description="Both roles together; unset: the spec's number, so no worker is stopped."
@@ -53,6 +58,20 @@ class AutoscalerSpec(Frozen):
     stop_after_s: Annotated[float, Field(ge=0, le=86400)] = Field(
         300.0, description="A worker is stopped after it was not needed for this long, without any change meanwhile."
     )
+
+    @property
+    def owns_sizes(self) -> bool:
+        """Whether pools have other sizes than the spec says, by the choice of this autoscaler or another."""
+        return self.enabled or self.external
+
+    @model_validator(mode="after")
+    def _is_the_only_one(self) -> AutoscalerSpec:
+        if self.enabled and self.external:
+            raise ValueError(
+                "external: expected false with autoscaler.enabled: two autoscalers would undo each other's changes; "
+                "set one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _limits_fit(self) -> AutoscalerSpec:

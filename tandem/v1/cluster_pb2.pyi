@@ -670,21 +670,28 @@ class ModelStatus(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tool_parser: _builtins.str
     """format of its tool calls: a name, none"""
     reasoning_parser: _builtins.str
     """likewise"""
+    prefill: _builtins.int
+    """workers that it was last asked to have; both 0: not started yet, or an earlier release"""
+    decode: _builtins.int
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "name", b"name", "prefill", b"prefill", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,7 +705,7 @@ class Autoscaler(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     OUTLOOKS_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
-    """off, on, dry_run"""
+    """off, on, dry_run, external"""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
         """recent ones, newest first"""

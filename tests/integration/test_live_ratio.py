@@ -26,12 +26,14 @@ from cluster.control.scaling.autoscaling import Autoscaling
 from cluster.keeper.keeper import Keeper
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import resolve, with_free_ports
+from cluster.testing.kubernetes_api import FakeKubernetes, served
 from router.testing.stub_worker import until
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import ConfigError
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
+from tests.unit.cluster.test_scale_adapter import check, pool, settled
 from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
@@ -81,7 +83,7 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 async def answer(controller: Controller, prompt: list[int], sampling: dict[str, Any]) -> str:
     async with openai.AsyncOpenAI(
-        base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
+        base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0, timeout=LONG_S
     ) as client:
         done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, **sampling)
     return str(done.choices[0].text)
@@ -361,6 +363,52 @@ async def test_pools_change_under_load_without_a_lost_or_changed_answer(
             left = await ratio.scale("", 1, None)
             assert all(each.endswith("leaves") for each in left)
             assert roles(controller) == (1, 1)
+    assert await answers(controller) == expected
+
+
+@pytest.mark.slow
+async def test_pool_objects_of_kubernetes_drive_the_pools_under_load(
+    controller: Controller, expected: list[str]
+) -> None:
+    """The adapter's process, as the chart runs it, beside an API server of ours."""
+    await controller.scaler.scale("", 1, 1)
+    api = FakeKubernetes(check=check)
+    api.add_pool(pool("p", "prefill"))
+    api.add_pool(pool("d", "decode"))
+    with served(api) as url:
+        adapter = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cluster.scale_adapter", "--api", url, "--controller", controller.admin_address),
+            *("--namespace", "serving", "--release", "demo", "--poll", "0.1", "--settle", "0.5"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            await until(settled(api, "d", 1), LONG_S)
+            async with load(controller, expected):
+                api.scale("d", 2)
+                await until(settled(api, "d", 2), LONG_S)
+                assert roles(controller) == (1, 2)
+                workers = {name: slot.epoch for name, slot in controller.workers.slots.items()}
+                for sizes in ((2, 1), (1, 2)):
+                    api.scale("p", sizes[0])
+                    api.scale("d", sizes[1])
+                    await until(settled(api, "p", sizes[0]), LONG_S)
+                    await until(settled(api, "d", sizes[1]), LONG_S)
+                    assert roles(controller) == sizes
+                assert {name: slot.epoch for name, slot in controller.workers.slots.items()} == workers, "one step"
+                api.scale("d", 4000)
+                await until(lambda: api.pools["d"]["status"]["conditions"][0]["reason"] == "Refused", LONG_S)
+                assert "more workers: about" in api.pools["d"]["status"]["conditions"][0]["message"]
+                await controller.scaler.drain(next(iter(workers)), restart=False, move=True)
+                api.scale("d", 2)
+                await until(lambda: roles(controller) == (1, 2), LONG_S)
+                api.scale("d", 1)
+                await until(settled(api, "d", 1), LONG_S)
+        finally:
+            adapter.terminate()
+            out, _ = await adapter.communicate()
+    assert adapter.returncode == 0, out.decode()
+    assert "tiny: 1 prefill worker and 2 decode workers reached" in out.decode()
+    assert api.pools["p"]["spec"]["replicas"] == 1
     assert await answers(controller) == expected
 
 

@@ -89,6 +89,7 @@ class Autoscaling:
 
     def status(self) -> cluster_pb2.Autoscaler:
         mode = ("dry_run" if self._spec.dry_run else "on") if self._spec.enabled else "off"
+        mode = "external" if self._spec.external else mode
         return cluster_pb2.Autoscaler(
             mode=mode,
             decisions=reversed(self._decisions),

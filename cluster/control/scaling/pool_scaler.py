@@ -58,6 +58,20 @@ class PoolScaler:
         found = [slot.role for slot in self._workers.slots_of(self._workers.model(model_name))]
         return found.count(Role.PREFILL), found.count(Role.DECODE)
 
+    def asked_sizes(self, model: ResolvedModel) -> tuple[int, int]:
+        """Numbers of prefill and decode workers that the pools were last asked to have. (0, 0) before the start."""
+        for change in reversed(self.under_way):
+            if isinstance(change, ScaleRecord) and change.model == model.spec.served_name:
+                return change.prefill, change.decode
+        found = list(self._workers.roles(model).values())
+        return found.count(Role.PREFILL), found.count(Role.DECODE)
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Changes wait meanwhile: workers of the spec are being placed."""
+        async with self._lock:
+            yield
+
     async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
         """Returns one sentence for each change. Workers stop only after the new ones serve.
 

@@ -75,6 +75,7 @@ are anonymous memory files, or GPU memory. */ -}}
 {{- include "tandem.checkPacking" (list $groups $pools) -}}
 {{- range $pools }}{{ include "tandem.checkWorkerMemory" (list $ $groups .) }}{{ end -}}
 {{- include "tandem.checkAutoscaler" (list $ $groups) -}}
+{{- if .Values.scaleAdapter.enabled }}{{ include "tandem.checkPoolAutoscalers" (list $ $groups) }}{{ end -}}
 {{- if and (include "tandem.internalTls" .) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
 {{- fail "redis.valkey.tls.existingSecret: expected a Secret, because tls.internal is set and prefix events would be sent unencrypted" -}}
 {{- end -}}
@@ -261,6 +262,39 @@ look for one either. Args: (groups, pools). */ -}}
 {{- end -}}
 {{- end -}}
 
+{{- /* The GPUs of a worker, as text: 0.5 if two share one. Args: (model, role). */ -}}
+{{- define "tandem.workerGpus" -}}
+{{- $model := index . 0 -}}{{- $pool := default dict (get $model (index . 1)) -}}
+{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
+{{- if hasPrefix "cuda" (default "cpu" $engine.device) -}}
+{{- mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
+{{- else -}}
+0
+{{- end -}}
+{{- end -}}
+
+{{- /* Each autoscaler's maximum must have room on the most nodes there may be, with the other pools at their least. Args: (root, groups). */ -}}
+{{- define "tandem.checkPoolAutoscalers" -}}
+{{- $root := index . 0 -}}{{- $scalers := include "tandem.poolAutoscalers" $root | fromJsonArray -}}
+{{- $gpus := 0 -}}{{- $names := list -}}
+{{- range index . 1 }}{{ $gpus = add $gpus (mul (.most | int) (.gpus | int)) }}{{ $names = append $names .where }}{{ end -}}
+{{- $least := dict -}}
+{{- range $pool := include "tandem.pools" $root | fromJsonArray -}}
+{{- $model := index $root.Values.cluster.models ($pool.index | int) -}}
+{{- $workers := include "tandem.poolWorkers" (get $model $pool.role | default dict) -}}
+{{- range $scalers }}{{ if eq .pool $pool.name }}{{ $workers = .minReplicas | default 1 }}{{ end }}{{ end -}}
+{{- $_ := set $least $pool.name (mulf (float64 $workers) (include "tandem.workerGpus" (list $model $pool.role) | float64)) -}}
+{{- end -}}
+{{- range $scaler := $scalers -}}
+{{- $each := include "tandem.workerGpus" (list (index $root.Values.cluster.models ($scaler.index | int)) $scaler.role) | float64 -}}
+{{- $others := 0.0 -}}
+{{- range $name, $needed := $least }}{{ if ne $name $scaler.pool }}{{ $others = addf $others $needed }}{{ end }}{{ end -}}
+{{- if gt (addf $others (mulf $each (float64 $scaler.maxReplicas))) (float64 $gpus) -}}
+{{- fail (printf "%s.maxReplicas: expected at most what the nodes can hold (%d GPUs: maxReplicas × gpus of %s) beside the other pools' least (%v GPUs), got %d workers of %v GPUs; lower it, or raise maxReplicas of the nodes" $scaler.where $gpus (join " and " $names) $others ($scaler.maxReplicas | int) $each) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* The autoscaler's limits must have room on the most nodes there may be. Args: (root, groups). */ -}}
 {{- define "tandem.checkAutoscaler" -}}
 {{- $root := index . 0 -}}{{- $names := list -}}
@@ -277,10 +311,7 @@ look for one either. Args: (groups, pools). */ -}}
 {{- range $index, $model := $root.Values.cluster.models -}}
 {{- $narrow := -1.0 -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $pool := default dict (get $model $role) -}}
-{{- $engine := mergeOverwrite (deepCopy (default dict $model.engine)) (deepCopy (default dict $pool.engine)) -}}
-{{- $each := mulf (float64 (ternary $pool.tp 1 (hasKey $pool "tp"))) (float64 (default 1.0 $engine.device_share)) -}}
-{{- if not (hasPrefix "cuda" (default "cpu" $engine.device)) }}{{ $each = 0.0 }}{{ end -}}
+{{- $each := include "tandem.workerGpus" (list $model $role) | float64 -}}
 {{- if or (lt $narrow 0.0) (lt $each $narrow) }}{{ $narrow = $each }}{{ end -}}
 {{- end -}}
 {{- $least = addf $least (mulf $narrow (float64 $scaler.max_workers)) -}}

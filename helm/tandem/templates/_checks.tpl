@@ -85,6 +85,7 @@
 {{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, because auth.existingSecret is set" -}}
 {{- end -}}
 {{- include "tandem.checkRouters" . -}}
+{{- include "tandem.checkScaleAdapter" . -}}
 {{- if eq .Values.upgrade.strategy "rolling" -}}
 {{- if not (include "tandem.routerPods" .) -}}
 {{- fail "upgrade.strategy: expected recreate without routers in pods of their own: a new head pod would end their requests; set routers.replicas, or routers.autoscaling" -}}
@@ -170,11 +171,11 @@
 {{- define "tandem.checkPods" -}}
 {{- $taken := dict
   "env" (list "POD_IP" "POD_NAME" "HOME" "XDG_CACHE_HOME" "XDG_DATA_HOME" "HF_TOKEN" "VALKEY_PASSWORD" "RAY_PASSWORD" "RAY_REDIS_CA_CERT" "RAY_REDIS_ADDRESS" "REDIS_USERNAME" "REDIS_PASSWORD" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_health_check_period_ms" "RAY_health_check_timeout_ms" "RAY_health_check_failure_threshold")
-  "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls" "autoscaler-token")
-  "containers" (list "ray-head" "ray-node" "valkey" "router" "autoscaler")
-  "initContainers" (list "ray-head" "ray-node" "valkey" "router") -}}
-{{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" -}}
-{{- $pods := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
+  "volumes" (list "shared-memory" "tmp" "home" "models" "config" "tls-internal" "tls-edge" "keys" "redis-ca" "data" "tls" "autoscaler-token" "api-token")
+  "containers" (list "ray-head" "ray-node" "valkey" "router" "autoscaler" "scale")
+  "initContainers" (list "ray-head" "ray-node" "valkey" "router" "scale") -}}
+{{- $paths := list "/dev/shm" "/tmp" "/home/tandem" "/models" "/etc/tandem" "/etc/tandem-tls/internal" "/etc/tandem-tls/edge" "/etc/tandem-keys" "/etc/tandem-redis" "/etc/valkey-tls" "/data" "/var/run/secrets/kubernetes.io/serviceaccount" -}}
+{{- $pods := dict "head.pod" .Values.head.pod "node.pod" .Values.node.pod "routers.pod" .Values.routers.pod "scaleAdapter.pod" .Values.scaleAdapter.pod "redis.valkey.pod" .Values.redis.valkey.pod -}}
 {{- range $index, $group := .Values.nodeGroups }}{{ with $group.pod }}{{ $_ := set $pods (printf "nodeGroups[%d].pod" $index) . }}{{ end }}{{ end -}}
 {{- range $where, $pod := $pods -}}
 {{- range $kind, $names := $taken -}}
@@ -220,8 +221,9 @@
 
 {{- /* Ports between pods need TLS or the spec's opt-out. Checked last: a value that another check refuses makes the pods several. */ -}}
 {{- define "tandem.checkInside" -}}
-{{- if and (include "tandem.severalPods" .) (not (include "tandem.internalTls" .)) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
-{{- fail "tls.internal: expected existingSecret or certManager.enabled, because several pods exchange requests and KV blocks over the network; or set cluster.security.allow_plaintext: true, and rely on the chart's NetworkPolicies" -}}
+{{- if and (or (include "tandem.severalPods" .) .Values.scaleAdapter.enabled) (not (include "tandem.internalTls" .)) (not (dig "security" "allow_plaintext" false .Values.cluster)) -}}
+{{- $why := ternary "several pods exchange requests and KV blocks" "the scale adapter calls the controller" (eq (include "tandem.severalPods" .) "true") -}}
+{{- fail (print "tls.internal: expected existingSecret or certManager.enabled, because " $why " over the network; or set cluster.security.allow_plaintext: true, and rely on the chart's NetworkPolicies") -}}
 {{- end -}}
 {{- end -}}
 

@@ -81,6 +81,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if or (gt (.Values.routers.replicas | int) 0) .Values.routers.autoscaling.enabled }}true{{ end -}}
 {{- end -}}
 
+{{- /* "true" if other pods than the nodes' call the controller, at a Service of its own, else empty. */ -}}
+{{- define "tandem.controlService" -}}
+{{- if or (include "tandem.routerPods" .) .Values.scaleAdapter.enabled }}true{{ end -}}
+{{- end -}}
+
 {{- /* The component whose pods take clients' requests. */ -}}
 {{- define "tandem.edge" -}}
 {{- ternary "router" "head" (eq (include "tandem.routerPods" .) "true") -}}
@@ -120,12 +125,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- /* Names in the internal certificate of a component, as JSON: they are its holder's permissions, so a node's has only the role
-worker. Args: (root, head, node, router or roll). */ -}}
+worker. Args: (root, head, node, router, roll or scale). */ -}}
 {{- define "tandem.internalNames" -}}
 {{- $cluster := default "tandem" (index . 0).Values.cluster.name -}}
 {{- $head := ternary (list "controller" "worker" "admin") (list "controller" "router" "worker" "admin") (eq (include "tandem.routerPods" (index . 0)) "true") -}}
 {{- $dns := list -}}{{- $uris := list -}}
-{{- range get (dict "head" $head "node" (list "worker") "router" (list "router") "roll" (list "admin")) (index . 1) -}}
+{{- range get (dict "head" $head "node" (list "worker") "router" (list "router") "roll" (list "admin") "scale" (list "admin")) (index . 1) -}}
 {{- $dns = append $dns (printf "%s.%s.tandem.internal" . $cluster) -}}
 {{- $uris = append $uris (printf "spiffe://tandem/%s/%s" $cluster .) -}}
 {{- end -}}
@@ -160,7 +165,7 @@ worker. Args: (root, head, node, router or roll). */ -}}
       csi.cert-manager.io/fs-group: {{ . | int | quote }}
       {{- end }}
 {{- else }}
-  secret: {secretName: {{ include "tandem.internalSecret" (list $root $component) | quote }}, optional: {{ ne $component "roll" }}, defaultMode: 0440}
+  secret: {secretName: {{ include "tandem.internalSecret" (list $root $component) | quote }}, optional: {{ not (has $component (list "roll" "scale")) }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -21,13 +21,14 @@
 {{- end }}
 {{- end -}}
 
-{{- /* What `pod` values add to the pods of a component (head, node, router or valkey), as JSON. With node.onHead the head pod is a node
+{{- /* What `pod` values add to the pods of a component (head, node, router, scale or valkey), as JSON. With node.onHead the head pod is a node
 too: it gets node.pod, and then head.pod. Args: (root, component). */ -}}
 {{- define "tandem.pod" -}}
 {{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
 {{- $sources := list -}}
 {{- if eq $component "valkey" }}{{ $sources = list $values.redis.valkey.pod }}{{ end -}}
 {{- if eq $component "router" }}{{ $sources = list $values.routers.pod }}{{ end -}}
+{{- if eq $component "scale" }}{{ $sources = list $values.scaleAdapter.pod }}{{ end -}}
 {{- if or (eq $component "node") (and (eq $component "head") $values.node.onHead) }}{{ $sources = list $values.node.pod }}{{ end -}}
 {{- if eq $component "head" }}{{ $sources = append $sources $values.head.pod }}{{ end -}}
 {{- $found := dict -}}
@@ -172,11 +173,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- end }}
 {{- if and (eq $component "head") $root.Values.ray.autoscaling.enabled }}
 - name: autoscaler-token
-  projected:
-    sources:
-      - serviceAccountToken: {path: token, expirationSeconds: 3607}
-      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
-      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+  {{- include "tandem.apiToken" $root | nindent 2 }}
 {{- end }}
 {{- if include "tandem.internalTls" $root }}
 {{ include "tandem.internalVolume" . }}

@@ -35,9 +35,10 @@ spec:
       {{- end }}
       ports:
         - {name: gcs-server, containerPort: 6379}
-        {{- if include "tandem.routerPods" . }}
+        {{- if include "tandem.controlService" . }}
         - {name: admin, containerPort: 50050}
-        {{- else }}
+        {{- end }}
+        {{- if not (include "tandem.routerPods" .) }}
         {{- range $number := until (include "tandem.routers" . | int) }}
         - {name: {{ include "tandem.portName" (list "http" $number) }}, containerPort: {{ add 8000 $number }}}
         - {name: {{ include "tandem.portName" (list "grpc" $number) }}, containerPort: {{ add 50051 $number }}}

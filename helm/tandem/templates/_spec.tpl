@@ -28,7 +28,7 @@
 {{- $several := eq (include "tandem.severalPods" .) "true" -}}
 {{- $set := dict
   "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)
-  "control" (dict "backend" "ray" "ray_address" "auto" "admin_host" (ternary "${POD_IP}" "127.0.0.1" $several) "admin_port" 50050)
+  "control" (dict "backend" "ray" "ray_address" "auto" "admin_host" (ternary "${POD_IP}" "127.0.0.1" (or $several .Values.scaleAdapter.enabled)) "admin_port" 50050)
   "transfer" (dict "bind_host" (ternary "auto" "127.0.0.1" $several))
   "redis" (dict "mode" "embedded") -}}
 {{- if ne .Values.redis.mode "embedded" -}}
@@ -40,6 +40,9 @@
 {{- end -}}
 {{- if and (include "tandem.routerPods" .) .Values.ray.gcsFaultTolerance.enabled (not .Values.node.onHead) -}}
 {{- $_ := set $set.control "when_stopped" "leave" -}}
+{{- end -}}
+{{- if .Values.scaleAdapter.enabled -}}
+{{- $_ := set $set "autoscaler" (dict "external" true) -}}
 {{- end -}}
 {{- if .Values.gateway.inferencePool.enabled -}}
 {{- $_ := set $set "observability" (dict "metrics" (dict "model_server_protocol" true)) -}}

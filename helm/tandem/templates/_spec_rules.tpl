@@ -37,7 +37,7 @@ head (tandem/config/), but then the pods have been replaced. Renders nothing. */
 {{- define "tandem.checkModels" -}}
 {{- $names := list -}}
 {{- range $index, $model := .models -}}
-{{- $name := $model.name | default (trimSuffix "/" (default "smollm2-135m" $model.source) | splitList "/" | last | trimSuffix ".gguf") -}}
+{{- $name := include "tandem.servedName" $model -}}
 {{- if has $name $names }}{{ fail (printf "cluster.models[%d].name: expected a name that no other model has, got %s" $index $name) }}{{ end -}}
 {{- $names = append $names $name -}}
 {{- if eq (dig "decode" "workers" 1 $model | int) 0 -}}

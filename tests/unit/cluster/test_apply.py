@@ -7,7 +7,7 @@ from cluster.control.apply import SpecApplier
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import load_spec, spec_of_text
 from tandem.config.spec import ClusterSpec
-from tandem.errors import InsufficientMemory, UnavailableError
+from tandem.errors import ConfigError, InsufficientMemory, UnavailableError
 
 
 def two_models(decode: int) -> str:
@@ -46,6 +46,39 @@ class SettledRouters:
 
     async def change(self, spec: ClusterSpec) -> None:
         self.specs.append(spec)
+
+
+class ScaledPools(FullPools):
+    """Another autoscaler gave both models three decode workers."""
+
+    def __init__(self) -> None:
+        self.scaled: list[tuple[str, int | None, int | None]] = []
+
+    async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
+        self.scaled.append((model_name, prefill, decode))
+        return ()
+
+    def sizes(self, model_name: str) -> tuple[int, int]:
+        return 1, 3
+
+
+@pytest.mark.parametrize("word", ["enabled", "external"])
+async def test_only_sizes_that_a_spec_changes_are_set_while_an_autoscaler_chooses_them(word: str) -> None:
+    text = f"{two_models(1)}autoscaler: {{{word}: true}}\nrouter: {{classes: [{{name: a, ttft_slo_s: 1}}]}}\n"
+    pools = ScaledPools()
+    source = SpecSource(spec_of_text(text, fallbacks={}, flags={}), {})
+    applier = SpecApplier(pools, QuietAutoscaling(), SettledRouters(), source)
+    assert await applier.apply(text, dry_run=False) == ()
+    assert pools.scaled == []
+    changed = text.replace("decode:\n    workers: 1", "decode:\n    workers: 2", 1)
+    assert await applier.apply(changed, dry_run=False) == ("one: 1 prefill and 2 decode workers",)
+    assert pools.scaled == [("one", 1, 2)]
+
+
+def test_two_autoscalers_are_refused() -> None:
+    text = "autoscaler: {enabled: true, external: true}\nrouter: {classes: [{name: a, ttft_slo_s: 1}]}\n"
+    with pytest.raises(ConfigError, match=r"external: expected false with autoscaler\.enabled"):
+        spec_of_text(text, fallbacks={}, flags={})
 
 
 async def test_routers_are_told_what_concerns_them() -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.cli.admin_client import Admin, fetch_status
 from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
 from cluster.control.worker_slot import WorkerSlot
@@ -160,3 +161,39 @@ async def test_the_next_tandem_up_listens_where_workers_look_for_a_controller(tm
     finally:
         await second.close()
         await first.close()
+
+
+async def test_a_size_that_is_asked_for_at_the_start_waits_until_all_workers_are_placed(tmp_path: Path) -> None:
+    """Else a worker that still waits for room would be started twice."""
+    source = str(write_tiny_llama(tmp_path / "tiny"))
+    ports = {"router": {"http_port": 0, "grpc_port": 0}, "control": {"admin_port": 0}, "redis": {"mode": "none"}}
+    spec = ClusterSpec.model_validate({"models": [{"source": source}], **ports})
+    backend = FakeBackend(slow={"decode-0": asyncio.Event()})
+    cluster = with_free_ports(resolve(spec, lambda what: None))
+    controller = Controller(cluster, backend, Keeper(tmp_path / "logs"), tmp_path / "run", tmp_path / "logs")
+
+    async def asked() -> tuple[int, int]:
+        (model,) = (await fetch_status(Admin(controller.admin_address))).models
+        return model.prefill, model.decode
+
+    start = asyncio.create_task(controller.start())
+    try:
+        async with asyncio.timeout(10):
+            while "prefill-0" not in controller.workers.slots:
+                await asyncio.sleep(0.01)
+            assert await asked() == (1, 1), "as the spec says, placed or not"
+            scale = asyncio.create_task(controller.scaler.scale("", 1, 2))
+            await asyncio.sleep(0.1)
+            assert set(backend.placed) == {"prefill-0"}
+            backend.slow["decode-0"].set()
+            await start
+            while "decode-1" not in controller.workers.slots:
+                await asyncio.sleep(0.01)
+            assert await asked() == (1, 2)
+            scale.cancel()
+            await asyncio.gather(scale, return_exceptions=True)
+            assert await asked() == (1, 1)
+    finally:
+        start.cancel()
+        await controller.close()
+    assert set(backend.placed) == {"prefill-0", "decode-0", "decode-1"}

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +10,7 @@ import pytest
 
 from cluster.kubernetes import KubernetesApi, Pod
 from cluster.rollout import Rollout, Wanted, main
+from cluster.testing.kubernetes_api import FakeKubernetes, served
 from tandem.errors import ConfigError, UnavailableError
 
 WANTED = [Wanted("head", 1, "new"), Wanted("node/nodes", 2, "new")]
@@ -142,42 +138,6 @@ async def test_a_ray_cluster_that_keeps_the_earlier_template_stops_it() -> None:
         await rollout(site).run()
 
 
-class Api:
-    """What the API server answers: `pods`, or the next of `errors`."""
-
-    def __init__(self, *pods: dict[str, Any]) -> None:
-        self.pods = {pod["metadata"]["name"]: pod for pod in pods}
-        self.asked: list[tuple[str, str, Any]] = []
-        self.errors: list[int] = []
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        self.asked.append((handler.command, handler.path, json.loads(body) if body else None))
-        code = self.errors.pop(0) if self.errors else 200
-        handler.send_response(code)
-        handler.end_headers()
-        handler.wfile.write(json.dumps({"items": list(self.pods.values())}).encode())
-
-
-@contextmanager
-def served(api: Api) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        do_GET = do_DELETE = lambda handler: api.answer(handler)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def pod(name: str, component: str, template: str, *, ready: bool) -> dict[str, Any]:
     return {
         "metadata": {
@@ -191,7 +151,9 @@ def pod(name: str, component: str, template: str, *, ready: bool) -> dict[str, A
 
 
 def test_pods_are_asked_for_and_deleted_as_kubernetes_has_it() -> None:
-    api = Api(pod("a", "head", "old", ready=True), {"metadata": {"name": "b", "uid": "u", "deletionTimestamp": "now"}})
+    api = FakeKubernetes(
+        pod("a", "head", "old", ready=True), {"metadata": {"name": "b", "uid": "u", "deletionTimestamp": "now"}}
+    )
     with served(api) as url:
         client = KubernetesApi(url, "serving", "demo")
         first, second = client.list()
@@ -222,10 +184,10 @@ def test_outside_kubernetes_it_says_what_is_missing(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["--namespace", "n", "--release", "r", "--controller", "h:1", "--pods", "head:new"])
     assert "expected COMPONENT:COUNT:TEMPLATE, got 'head:new'" in capsys.readouterr().err
-    with served(Api()) as url:
+    with served(FakeKubernetes()) as url:
         given = ["--namespace", "n", "--release", "r", "--controller", "127.0.0.1:9", "--pods", "head:1:x"]
         assert main([*given, "--api", url, "--step-timeout", "0"]) == 0, "nothing to replace"
-    outdated = Api(pod("a", "head", "old", ready=True), pod("b", "node", "old", ready=True))
+    outdated = FakeKubernetes(pod("a", "head", "old", ready=True), pod("b", "node", "old", ready=True))
     with served(outdated) as url:
         assert main([*given, "--api", url, "--step-timeout", "0"]) == 3
     assert "stopped after 0 s before a is replaced: --address: no controller answers" in capsys.readouterr().err

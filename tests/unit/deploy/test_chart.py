@@ -20,6 +20,7 @@ from tandem.config.spec import ClusterSpec, Role, TransferSpec, TransportKind
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+SEVERAL = ("two-racks", "mixed-groups", "own-additions", "router-pods", "scaled-pools")  # pods
 POD_IP = "10.1.2.3"
 REDIS_URL = "rediss://user:secret@redis.example:6380/0"
 
@@ -79,9 +80,7 @@ def test_every_rendered_spec_is_a_valid_cluster_spec(render: Render, name: str) 
     spec = cluster_spec(render(*values(name)))
     assert (spec.router.http_host, spec.router.grpc_host) == (POD_IP, POD_IP)
     assert (spec.control.backend, spec.control.ray_address) == ("ray", "auto")
-    assert spec.transfer.bind_host == (
-        "auto" if name in ("two-racks", "mixed-groups", "own-additions", "router-pods") else "127.0.0.1"
-    )
+    assert spec.transfer.bind_host == ("auto" if name in SEVERAL else "127.0.0.1")
 
 
 def test_values_under_cluster_reach_the_spec(render: Render) -> None:

@@ -19,7 +19,9 @@ from cluster.testing.kuberay import Outcome, outcome
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data"
 OLDEST, NEWEST = "1.27", "1.37"
-CUSTOM = definitions((DATA / "custom-resources.yaml").read_text())
+OTHERS = definitions((DATA / "custom-resources.yaml").read_text())
+POOLS = ROOT / "helm" / "tandem" / "files" / "pools.tandem.dev.yaml"
+CUSTOM = OTHERS | definitions(POOLS.read_text())
 CUSTOM_KINDS = {kind for _, kind in CUSTOM}
 IMMUTABLE = {
     "Deployment": ("spec.selector",),

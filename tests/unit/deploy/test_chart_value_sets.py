@@ -104,6 +104,12 @@ SETS: dict[str, str] = {
     "an account of one's own": "serviceAccount.name=mine",
     "logs as JSON, traces": "cluster.observability.logs.format=json,"
     "cluster.observability.tracing.otlp_endpoint=http://otel:4317",
+    "pools that Kubernetes scales": f"scaleAdapter.enabled=true,{PLAIN}",
+    "autoscaled pools": "scaleAdapter.enabled=true,tls.internal.existingSecret=i,"
+    "scaleAdapter.autoscalers[0].role=decode,scaleAdapter.autoscalers[0].maxReplicas=4,scaleAdapter.autoscalers[0].metrics[0].type=External,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.metric.name=m,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.target.type=AverageValue,"
+    "scaleAdapter.autoscalers[0].metrics[0].external.target.averageValue=1",
     "Kueue": "rayClusterLabels.kueue\\.x-k8s\\.io/queue-name=q",
     "objects of one's own": "extraObjects[0].apiVersion=v1,extraObjects[0].kind=ConfigMap,"
     "extraObjects[0].metadata.name=mine",

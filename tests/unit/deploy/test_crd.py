@@ -15,7 +15,7 @@ import yaml
 from cluster.testing.chart_edits import rendered
 from cluster.testing.crd import RULES, Definition, definitions
 from tests.unit.deploy.conftest import ROOT
-from tests.unit.deploy.test_chart_objects import CUSTOM, DATA
+from tests.unit.deploy.test_chart_objects import CUSTOM, DATA, OTHERS
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -123,8 +123,8 @@ def test_definitions_are_read_from_what_kubectl_prints() -> None:
     text = (DATA / "custom-resources.yaml").read_text()
     (listed,) = yaml.safe_load_all(text)
     separate = "---\n".join(yaml.safe_dump(each) for each in listed["items"])
-    assert definitions(separate).keys() == definitions(text).keys() == CUSTOM.keys()
-    assert ("gateway.networking.k8s.io/v1", "HTTPRoute") in CUSTOM
+    assert definitions(separate).keys() == definitions(text).keys() == OTHERS.keys()
+    assert ("gateway.networking.k8s.io/v1", "HTTPRoute") in OTHERS
 
 
 ROUTES = (
@@ -230,7 +230,7 @@ def check_crd(*arguments: object) -> tuple[int, str]:
 def test_the_script_checks_examples_and_given_values(tmp_path: Path) -> None:
     status, said = check_crd(DATA / "custom-resources.yaml")
     assert (status, said.partition(" ")[2].partition(":")[0]) == (0, "values files are valid")
-    assert said.endswith("Certificate, GRPCRoute, HTTPRoute, PodMonitor, PrometheusRule, RayCluster")
+    assert said.endswith("Certificate, GRPCRoute, HTTPRoute, PodMonitor, PrometheusRule, RayCluster, ScaledObject")
 
     version = {"type": "string", RULES: [{"rule": "self == oldSelf", "message": "rayVersion is immutable"}]}
     any_other = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}

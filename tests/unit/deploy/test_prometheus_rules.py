@@ -3,6 +3,7 @@ And what only the tool can say of a panel's query."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -74,3 +75,34 @@ def test_the_mean_parts_of_the_ttft_add_up_to_its_mean(tmp_path: Path) -> None:
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(case))
     promtool("test", "rules", path)
+
+
+def test_the_pages_recipe_gives_each_worker_its_share_however_many_routers_report(tmp_path: Path) -> None:
+    """Two decode workers, 80 % and 40 % full; half of the TTFTs are below 1 s, all below 4 s. No TPOT yet."""
+    page = (ROOT / "docs" / "live-ratio.md").read_text()
+    (rules,) = re.findall(r"^```yaml\n(groups:.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "rules.yaml").write_text(rules)
+    steady = {
+        f'tandem_worker_blocks{{model="m",role="decode",worker="{worker}",state="{state}",': blocks
+        for worker, blocks_of in {"d0": (10, 10, 10, 70), "d1": (0, 60, 0, 40)}.items()
+        for state, blocks in zip(("free", "cached", "leased", "in_use"), blocks_of, strict=True)
+    }
+    for role in ("prefill", "decode"):
+        steady |= {f'tandem_worker_up{{model="m",role="{role}",worker="{role[0]}{number}",': 1 for number in (0, 1)}
+    counted = {"1": 1, "4": 2, "+Inf": 2}
+    growing = {f'tandem_ttft_seconds_bucket{{model="m",le="{bound}",': count for bound, count in counted.items()}
+    series = [{"series": f'{name}namespace="n",pod="{router}"}}', "values": f"{value}x10"}
+              for name, value in steady.items() for router in "ab"]  # fmt: skip
+    series += [
+        {"series": f'{name}namespace="n",pod="a"}}', "values": f"0+{value}x10"} for name, value in growing.items()
+    ]
+    expected = {"tandem_pool_kv_in_use": 1.2, "tandem_pool_tpot_share": 0, "tandem_pool_ttft_share": 2 * 3.4 / 2}
+    tests = [
+        {"expr": f"round({name}, 0.001)", "eval_time": "9m", "exp_samples": [
+            {"labels": '{namespace="n", model="m"}', "value": value}]}
+        for name, value in expected.items()
+    ]  # fmt: skip
+    case = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m",
+            "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}]}  # fmt: skip
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", tmp_path / "case.yaml")
