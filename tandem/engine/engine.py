@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -34,9 +34,10 @@ from tandem.grammar.masks import MASK_WAIT_S, Following, GrammarRun, Grammars, n
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.request import FinishReason
 from tandem.sampling.sampler import Choice, choose, scored_choice
-from tandem.scheduler.plan import StepPlan
+from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.speculator import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,14 @@ class Engine:
             export_from_block=request.export_from_block,
             answered_tokens=request.answered_tokens,
             grammar=self._grammar_run(request),
+            speculation=Speculation() if self._may_speculate(request) else None,
         )
+
+    def _may_speculate(self, request: EngineRequest) -> bool:
+        """A device draws several tokens without penalties only, which depend on those before."""
+        sampling = request.sampling
+        drawn_alike = not (self._runner.samples_on_device and sampling.changes_logits)
+        return self._scheduler.speculator is not None and sampling.grammar is None and drawn_alike
 
     def _grammar_run(self, request: EngineRequest) -> GrammarRun | None:
         sampling = request.sampling
@@ -183,9 +191,13 @@ class Engine:
 
     def step(self) -> StepResult:
         """Runs one step. A failing request does not affect the others."""
+        began_s = time.perf_counter()
         flight = self._flight or self._launch(self._scheduler.schedule())
         self._flight = self._launch_ahead(flight)
-        return self._land(flight)
+        result = self._land(flight)
+        if (speculator := self._scheduler.speculator) is not None and not result.work.prefill_tokens:
+            speculator.costs.learn(result.work.decode_tokens, time.perf_counter() - began_s)
+        return result
 
     def _launch(self, plan: StepPlan) -> Flight:
         """Launches a step on all ranks, unless the plan is empty.
@@ -259,7 +271,7 @@ class Engine:
     def _known_good(self, failed: SequenceStep) -> SequenceStep:
         """A chunk that the engine computes unless it is broken: one token, in the last block of a chunk that failed,
         which no other request reads."""
-        return SequenceStep([self._computed_token], 0, failed.blocks[-1:], samples=True, greedy=True)
+        return SequenceStep([self._computed_token], 0, failed.blocks[-1:], samples=1, greedy=True)
 
     def _without(self, plan: StepPlan, failed: Mapping[str, TandemError], *, is_launched: bool) -> StepPlan:
         """The plan without requests that failed. If it was launched, its copies are done, and requests end whose
@@ -287,6 +299,8 @@ class Engine:
         scheduler, plan = self._scheduler, flight.plan
         if self._stepwise and not self._stepwise.isdisjoint(chunk.sequence for chunk in plan.chunks):
             return None
+        if scheduler.speculator is not None:
+            return None  # what is proposed next depends on the tokens of this step
         if flight.discarded or not self._runner.can_be_ahead_of(flight.step) or not scheduler.continues(plan):
             return None
         if any(self._is_last(chunk.sequence, len(chunk.sequence.tokens) + 1) for chunk in plan.chunks):
@@ -348,14 +362,14 @@ class Engine:
                     self._end(sequence)
                     flight.discarded.add(sequence)
             ended.append(RequestEnd(request_id, error=HandoffError("its KV blocks could not be exported: try again")))
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        for sample, sequence in enumerate(sampling):
+        for chunk, sample in _first_samples(plan):
+            sequence = chunk.sequence
             if sequence not in flight.discarded:
                 if flight.has_advanced:
                     sequence.tokens.pop()
                 if sample in output.late and self._flight is not None:
                     self._flight.discarded.add(sequence)  # computed with another token, and computed again
-                self._choose(sequence, output, sample, flight.following.get(sequence), tokens, ended)
+                self._choose(chunk, output, sample, flight.following.get(sequence), tokens, ended)
         for end in ended:
             if end.error is not None and end.error.__cause__ is not None:
                 log.error("request %s: %s", end.request_id, end.error, exc_info=end.error.__cause__)
@@ -431,9 +445,10 @@ class Engine:
         if not flight.following or flight.launched is None:
             return None
         allowed: dict[int, Allowed] = {}
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+        sampling: dict[int, Sequence] = {}
         inputs = [each for each in flight.step.sequences if each.samples]
-        for sample, (sequence, step) in enumerate(zip(sampling, inputs, strict=True)):
+        for (chunk, sample), step in zip(_first_samples(flight.plan), inputs, strict=True):
+            sequence = sampling[sample] = chunk.sequence
             following = flight.following.get(sequence)
             if following is None or sequence in done or not step.masked:
                 continue
@@ -458,18 +473,26 @@ class Engine:
 
     def _choose(
         self,
-        sequence: Sequence,
+        chunk: Chunk,
         output: StepOutput,
         sample: int,
         following: Following | None,
         tokens: list[TokenOut],
         ended: list[RequestEnd],
     ) -> None:
-        """Chooses and reports the token of `sample` in `output`, and those that its grammar forces after it."""
+        """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
+        those that its grammar forces."""
+        sequence, accepted = chunk.sequence, 0
         try:
-            choice = self._chosen(sequence, output, sample, following)
-            tokens.append(self._appended(sequence, choice))
-            reason = self._reason(sequence, choice.token_id)
+            for proposed in (*chunk.proposed, None):
+                choice = self._chosen(sequence, output, sample + accepted, following)
+                tokens.append(self._appended(sequence, choice))
+                reason = self._reason(sequence, choice.token_id)
+                if reason is not None or choice.token_id != proposed:
+                    break
+                accepted += 1
+            if chunk.proposed:
+                self._scheduler.accept(chunk, accepted)
             if following is not None and reason is None:
                 assert sequence.grammar is not None
                 after = sequence.grammar.after(following, choice.token_id)
@@ -586,5 +609,14 @@ def _work(plan: StepPlan) -> StepWork:
     work = StepWork()
     for chunk in plan.chunks:
         decodes = chunk.start >= chunk.sequence.prompt_tokens
-        work = work.with_chunk(chunk.start, chunk.count, decodes=decodes, samples=chunk.samples)
+        work = work.with_chunk(chunk.start, chunk.computed_tokens, decodes=decodes, samples=chunk.sampled_tokens)
     return work
+
+
+def _first_samples(plan: StepPlan) -> Iterator[tuple[Chunk, int]]:
+    """Each chunk that samples, and the number of its first sample in the step's output."""
+    sample = 0
+    for chunk in plan.chunks:
+        if chunk.samples:
+            yield chunk, sample
+            sample += chunk.sampled_tokens

@@ -25,7 +25,7 @@ class StepWork(msgspec.Struct, frozen=True):  # created per chunk
     kv_tokens: int = 0
     sampled_tokens: int = 0
 
-    def with_chunk(self, start: int, count: int, *, decodes: bool, samples: bool) -> StepWork:
+    def with_chunk(self, start: int, count: int, *, decodes: bool, samples: int) -> StepWork:
         """Adds `count` tokens of one request after `start` tokens in the KV cache."""
         return StepWork(
             self.prefill_tokens + (0 if decodes else count),
