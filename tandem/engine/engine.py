@@ -159,10 +159,10 @@ class Engine:
         )
 
     def _may_speculate(self, request: EngineRequest) -> bool:
-        """A device draws several tokens without penalties only, which depend on those before."""
+        """A device draws several tokens only if neither penalties nor a grammar let them depend on those before."""
         sampling = request.sampling
-        drawn_alike = not (self._runner.samples_on_device and sampling.changes_logits)
-        return self._scheduler.speculator is not None and sampling.grammar is None and drawn_alike
+        depends = sampling.changes_logits or sampling.grammar is not None
+        return self._scheduler.speculator is not None and not (self._runner.samples_on_device and depends)
 
     def _grammar_run(self, request: EngineRequest) -> GrammarRun | None:
         sampling = request.sampling
@@ -207,7 +207,7 @@ class Engine:
         """
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
-                chunk.sequence.grammar.prepare(chunk.sequence.tokens)  # while the model computes
+                chunk.sequence.grammar.prepare(chunk.sequence.tokens, chunk.proposed)  # while the model computes
         while True:
             plan, inputs = self._inputs(plan)
             step = StepInput(inputs, [*plan.exports], copies=plan.copies)
@@ -488,20 +488,13 @@ class Engine:
                 choice = self._chosen(sequence, output, sample + accepted, following)
                 tokens.append(self._appended(sequence, choice))
                 reason = self._reason(sequence, choice.token_id)
-                if reason is not None or choice.token_id != proposed:
+                accepted += choice.token_id == proposed
+                if following is not None and reason is None:
+                    reason, following = self._follow(sequence, following, choice.token_id, tokens)
+                if reason is not None or choice.token_id != proposed or (sequence.grammar and following is None):
                     break
-                accepted += 1
             if chunk.proposed:
                 self._scheduler.accept(chunk, accepted)
-            if following is not None and reason is None:
-                assert sequence.grammar is not None
-                after = sequence.grammar.after(following, choice.token_id)
-                for token in after.forced:
-                    tokens.append(self._appended(sequence, Choice(token)))
-                    if (reason := self._reason(sequence, token)) is not None:
-                        break
-                if reason is None and after.is_complete:
-                    reason = FinishReason.STOP
         except Exception as error:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
@@ -510,6 +503,23 @@ class Engine:
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
+
+    def _follow(
+        self, sequence: Sequence, following: Following, token: int, tokens: list[TokenOut]
+    ) -> tuple[FinishReason | None, Following | None]:
+        """Takes what the grammar forces after `token`. Returns why the answer ends, and what may follow in this step if
+        that is known."""
+        assert sequence.grammar is not None
+        after = sequence.grammar.after(following, token)
+        for forced in after.forced:
+            tokens.append(self._appended(sequence, Choice(forced)))
+            if (reason := self._reason(sequence, forced)) is not None:
+                return reason, None
+        if after.is_complete:
+            return FinishReason.STOP, None
+        if after.forced or not sequence.grammar.has_begun:
+            return None, None
+        return None, following.after(token)
 
     def _chosen(self, sequence: Sequence, output: StepOutput, sample: int, following: Following | None) -> Choice:
         row, token = output.logits[sample], output.tokens[sample]

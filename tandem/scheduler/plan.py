@@ -29,8 +29,8 @@ class ExportRange:
 
 
 class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
-    """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token. `proposed` tokens
-    follow that one, and it samples after each of them too."""
+    """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token, and then after
+    each of the `proposed` tokens, which follow that one."""
 
     sequence: Sequence
     start: int

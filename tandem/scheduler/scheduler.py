@@ -293,7 +293,8 @@ class Scheduler:
         sequence = chunk.sequence
         if self.speculator is not None and sequence.speculation is not None:
             self.speculator.learn(sequence.speculation, len(chunk.proposed), accepted)
-        sequence.computed += accepted
+        # The last token is computed in the next step, for its logits.
+        sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
         self._commit(sequence)
         self._release_passed(sequence)
 
