@@ -362,6 +362,7 @@ class Engine:
                     self._end(sequence)
                     flight.discarded.add(sequence)
             ended.append(RequestEnd(request_id, error=HandoffError("its KV blocks could not be exported: try again")))
+        accepted: dict[Sequence, int] = {}
         for chunk, sample in _first_samples(plan):
             sequence = chunk.sequence
             if sequence not in flight.discarded:
@@ -369,11 +370,12 @@ class Engine:
                     sequence.tokens.pop()
                 if sample in output.late and self._flight is not None:
                     self._flight.discarded.add(sequence)  # computed with another token, and computed again
-                self._choose(chunk, output, sample, flight.following.get(sequence), tokens, ended)
+                following = flight.following.get(sequence)
+                accepted[sequence] = self._choose(chunk, output, sample, following, tokens, ended)
         for end in ended:
             if end.error is not None and end.error.__cause__ is not None:
                 log.error("request %s: %s", end.request_id, end.error, exc_info=end.error.__cause__)
-        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan, accepted), plan.began)
 
     def _launch_on_all(self, step: StepInput) -> Launched | None:
         if self._send_to_followers is None:
@@ -479,9 +481,9 @@ class Engine:
         following: Following | None,
         tokens: list[TokenOut],
         ended: list[RequestEnd],
-    ) -> None:
+    ) -> int:
         """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
-        those that its grammar forces."""
+        those that its grammar forces. Returns how many proposed ones were right."""
         sequence, accepted = chunk.sequence, 0
         try:
             for proposed in (*chunk.proposed, None):
@@ -499,10 +501,11 @@ class Engine:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
-            return
+            return accepted
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
+        return accepted
 
     def _follow(
         self, sequence: Sequence, following: Following, token: int, tokens: list[TokenOut]
@@ -615,11 +618,18 @@ def _prompt_scores(flight: Flight, output: StepOutput) -> list[PromptScores]:
     return scores
 
 
-def _work(plan: StepPlan) -> StepWork:
+def _work(plan: StepPlan, accepted: Mapping[Sequence, int]) -> StepWork:
     work = StepWork()
     for chunk in plan.chunks:
         decodes = chunk.start >= chunk.sequence.prompt_tokens
-        work = work.with_chunk(chunk.start, chunk.computed_tokens, decodes=decodes, samples=chunk.sampled_tokens)
+        work = work.with_chunk(
+            chunk.start,
+            chunk.computed_tokens,
+            decodes=decodes,
+            samples=chunk.sampled_tokens,
+            proposed=len(chunk.proposed),
+            accepted=accepted.get(chunk.sequence, 0),
+        )
     return work
 
 
