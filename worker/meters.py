@@ -54,6 +54,8 @@ class StepMeters:
         totals.prefill_tokens += work.prefill_tokens
         totals.decode_tokens += work.decode_tokens
         totals.sampled_tokens += work.sampled_tokens
+        totals.proposed_tokens += work.proposed_tokens
+        totals.accepted_tokens += work.accepted_tokens
         totals.flops += self._shape.flops(work)
         totals.memory_bytes += self._shape.memory_bytes(work)
 

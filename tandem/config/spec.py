@@ -85,6 +85,14 @@ class EngineSpec(Frozen):
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
     )
+    speculation: Literal["none", "lookup"] = Field(
+        "none",
+        description="Tokens that are proposed and verified in the same step, where that pays. lookup: those that "
+        "followed the last ones when they came before in prompt or answer.",
+    )
+    speculation_tokens: Annotated[int, Field(ge=1, le=64)] = Field(
+        8, description="Most tokens proposed for one request in a step."
+    )
     max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Longest prompt plus output; unset: the model's context length."
     )

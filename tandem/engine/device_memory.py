@@ -144,7 +144,7 @@ def _chunk(spec: EngineSpec, start: int, count: int) -> SequenceStep:
         start + count, seed=0, temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, penalties=penalties,
         logprobs=MAX_LOGPROBS,
     )  # fmt: skip
-    return SequenceStep([0] * count, start, blocks, samples=True, draw=draw)
+    return SequenceStep([0] * count, start, blocks, samples=1, draws=[draw])
 
 
 @contextmanager

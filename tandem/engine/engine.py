@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -34,9 +34,10 @@ from tandem.grammar.masks import MASK_WAIT_S, Following, GrammarRun, Grammars, n
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.request import FinishReason
 from tandem.sampling.sampler import Choice, choose, scored_choice
-from tandem.scheduler.plan import StepPlan
+from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.speculator import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,14 @@ class Engine:
             export_from_block=request.export_from_block,
             answered_tokens=request.answered_tokens,
             grammar=self._grammar_run(request),
+            speculation=Speculation() if self._may_speculate(request) else None,
         )
+
+    def _may_speculate(self, request: EngineRequest) -> bool:
+        """A device draws several tokens only if neither penalties nor a grammar let them depend on those before."""
+        sampling = request.sampling
+        depends = sampling.changes_logits or sampling.grammar is not None
+        return self._scheduler.speculator is not None and not (self._runner.samples_on_device and depends)
 
     def _grammar_run(self, request: EngineRequest) -> GrammarRun | None:
         sampling = request.sampling
@@ -183,9 +191,13 @@ class Engine:
 
     def step(self) -> StepResult:
         """Runs one step. A failing request does not affect the others."""
+        began_s = time.perf_counter()
         flight = self._flight or self._launch(self._scheduler.schedule())
         self._flight = self._launch_ahead(flight)
-        return self._land(flight)
+        result = self._land(flight)
+        if (speculator := self._scheduler.speculator) is not None and not result.work.prefill_tokens:
+            speculator.costs.learn(result.work.decode_tokens, time.perf_counter() - began_s)
+        return result
 
     def _launch(self, plan: StepPlan) -> Flight:
         """Launches a step on all ranks, unless the plan is empty.
@@ -195,7 +207,7 @@ class Engine:
         """
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
-                chunk.sequence.grammar.prepare(chunk.sequence.tokens)  # while the model computes
+                chunk.sequence.grammar.prepare(chunk.sequence.tokens, chunk.proposed)  # while the model computes
         while True:
             plan, inputs = self._inputs(plan)
             step = StepInput(inputs, [*plan.exports], copies=plan.copies)
@@ -259,7 +271,7 @@ class Engine:
     def _known_good(self, failed: SequenceStep) -> SequenceStep:
         """A chunk that the engine computes unless it is broken: one token, in the last block of a chunk that failed,
         which no other request reads."""
-        return SequenceStep([self._computed_token], 0, failed.blocks[-1:], samples=True, greedy=True)
+        return SequenceStep([self._computed_token], 0, failed.blocks[-1:], samples=1, greedy=True)
 
     def _without(self, plan: StepPlan, failed: Mapping[str, TandemError], *, is_launched: bool) -> StepPlan:
         """The plan without requests that failed. If it was launched, its copies are done, and requests end whose
@@ -287,6 +299,8 @@ class Engine:
         scheduler, plan = self._scheduler, flight.plan
         if self._stepwise and not self._stepwise.isdisjoint(chunk.sequence for chunk in plan.chunks):
             return None
+        if scheduler.speculator is not None:
+            return None  # what is proposed next depends on the tokens of this step
         if flight.discarded or not self._runner.can_be_ahead_of(flight.step) or not scheduler.continues(plan):
             return None
         if any(self._is_last(chunk.sequence, len(chunk.sequence.tokens) + 1) for chunk in plan.chunks):
@@ -348,18 +362,20 @@ class Engine:
                     self._end(sequence)
                     flight.discarded.add(sequence)
             ended.append(RequestEnd(request_id, error=HandoffError("its KV blocks could not be exported: try again")))
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        for sample, sequence in enumerate(sampling):
+        accepted: dict[Sequence, int] = {}
+        for chunk, sample in _first_samples(plan):
+            sequence = chunk.sequence
             if sequence not in flight.discarded:
                 if flight.has_advanced:
                     sequence.tokens.pop()
                 if sample in output.late and self._flight is not None:
                     self._flight.discarded.add(sequence)  # computed with another token, and computed again
-                self._choose(sequence, output, sample, flight.following.get(sequence), tokens, ended)
+                following = flight.following.get(sequence)
+                accepted[sequence] = self._choose(chunk, output, sample, following, tokens, ended)
         for end in ended:
             if end.error is not None and end.error.__cause__ is not None:
                 log.error("request %s: %s", end.request_id, end.error, exc_info=end.error.__cause__)
-        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan, accepted), plan.began)
 
     def _launch_on_all(self, step: StepInput) -> Launched | None:
         if self._send_to_followers is None:
@@ -431,9 +447,10 @@ class Engine:
         if not flight.following or flight.launched is None:
             return None
         allowed: dict[int, Allowed] = {}
-        sampling = [chunk.sequence for chunk in flight.plan.chunks if chunk.samples]
+        sampling: dict[int, Sequence] = {}
         inputs = [each for each in flight.step.sequences if each.samples]
-        for sample, (sequence, step) in enumerate(zip(sampling, inputs, strict=True)):
+        for (chunk, sample), step in zip(_first_samples(flight.plan), inputs, strict=True):
+            sequence = sampling[sample] = chunk.sequence
             following = flight.following.get(sequence)
             if following is None or sequence in done or not step.masked:
                 continue
@@ -458,35 +475,54 @@ class Engine:
 
     def _choose(
         self,
-        sequence: Sequence,
+        chunk: Chunk,
         output: StepOutput,
         sample: int,
         following: Following | None,
         tokens: list[TokenOut],
         ended: list[RequestEnd],
-    ) -> None:
-        """Chooses and reports the token of `sample` in `output`, and those that its grammar forces after it."""
+    ) -> int:
+        """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
+        those that its grammar forces. Returns how many proposed ones were right."""
+        sequence, accepted = chunk.sequence, 0
         try:
-            choice = self._chosen(sequence, output, sample, following)
-            tokens.append(self._appended(sequence, choice))
-            reason = self._reason(sequence, choice.token_id)
-            if following is not None and reason is None:
-                assert sequence.grammar is not None
-                after = sequence.grammar.after(following, choice.token_id)
-                for token in after.forced:
-                    tokens.append(self._appended(sequence, Choice(token)))
-                    if (reason := self._reason(sequence, token)) is not None:
-                        break
-                if reason is None and after.is_complete:
-                    reason = FinishReason.STOP
+            for proposed in (*chunk.proposed, None):
+                choice = self._chosen(sequence, output, sample + accepted, following)
+                tokens.append(self._appended(sequence, choice))
+                reason = self._reason(sequence, choice.token_id)
+                accepted += choice.token_id == proposed
+                if following is not None and reason is None:
+                    reason, following = self._follow(sequence, following, choice.token_id, tokens)
+                if reason is not None or choice.token_id != proposed or (sequence.grammar and following is None):
+                    break
+            if chunk.proposed:
+                self._scheduler.accept(chunk, accepted)
         except Exception as error:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
-            return
+            return accepted
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
+        return accepted
+
+    def _follow(
+        self, sequence: Sequence, following: Following, token: int, tokens: list[TokenOut]
+    ) -> tuple[FinishReason | None, Following | None]:
+        """Takes what the grammar forces after `token`. Returns why the answer ends, and what may follow in this step if
+        that is known."""
+        assert sequence.grammar is not None
+        after = sequence.grammar.after(following, token)
+        for forced in after.forced:
+            tokens.append(self._appended(sequence, Choice(forced)))
+            if (reason := self._reason(sequence, forced)) is not None:
+                return reason, None
+        if after.is_complete:
+            return FinishReason.STOP, None
+        if after.forced or not sequence.grammar.has_begun:
+            return None, None
+        return None, following.after(token)
 
     def _chosen(self, sequence: Sequence, output: StepOutput, sample: int, following: Following | None) -> Choice:
         row, token = output.logits[sample], output.tokens[sample]
@@ -582,9 +618,25 @@ def _prompt_scores(flight: Flight, output: StepOutput) -> list[PromptScores]:
     return scores
 
 
-def _work(plan: StepPlan) -> StepWork:
+def _work(plan: StepPlan, accepted: Mapping[Sequence, int]) -> StepWork:
     work = StepWork()
     for chunk in plan.chunks:
         decodes = chunk.start >= chunk.sequence.prompt_tokens
-        work = work.with_chunk(chunk.start, chunk.count, decodes=decodes, samples=chunk.samples)
+        work = work.with_chunk(
+            chunk.start,
+            chunk.computed_tokens,
+            decodes=decodes,
+            samples=chunk.sampled_tokens,
+            proposed=len(chunk.proposed),
+            accepted=accepted.get(chunk.sequence, 0),
+        )
     return work
+
+
+def _first_samples(plan: StepPlan) -> Iterator[tuple[Chunk, int]]:
+    """Each chunk that samples, and the number of its first sample in the step's output."""
+    sample = 0
+    for chunk in plan.chunks:
+        if chunk.samples:
+            yield chunk, sample
+            sample += chunk.sampled_tokens

@@ -36,6 +36,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.scheduler.scheduler import Scheduler
+from tandem.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ def build_rank(
             max_step_tokens=spec.max_step_tokens,
             max_model_tokens=max_model_tokens,
             window_tokens=config.traits.widest_window,
+            speculator=Speculator(spec.speculation_tokens) if spec.speculation == "lookup" else None,
         )
         leader = Engine(
             runner,

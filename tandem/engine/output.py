@@ -31,7 +31,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Output for each sequence that samples, in order.
+    """Output for each sample, in the order of the sequences and of their tokens.
 
     `tokens`: the token that the device chose, else the one with the largest logit; None if logits are not finite.
     Of a masked sample `Launched.choose` gives the token. `logits`: None unless the host chooses. `logprobs`: by
@@ -152,10 +152,13 @@ class Launched:
         scores: list[tuple[ScoredToken, ...]],
         flush: Callable[[], frozenset[str]] | None,
     ) -> None:
-        self._sequences = sequences  # that sample
+        samples = [(each, number) for each in sequences for number in range(each.samples)]
+        sequences = [each for each, _ in samples]
+        self._sequences = sequences  # of each sample
         self._scores = scores
         self._flush = flush
-        draws = {sample: each.draw for sample, each in enumerate(sequences) if each.draw and not each.masked}
+        self._draws = [each.draws[number] if each.draws else None for each, number in samples]
+        draws = {sample: draw for sample, draw in enumerate(self._draws) if draw and not sequences[sample].masked}
         sampled = sample_on_device(logits, best, draws, last) if draws else Sampled(best)
         self.tokens = sampled.tokens
         of_host = np.flatnonzero([_is_for_host(each) for each in sequences])
@@ -169,7 +172,7 @@ class Launched:
         `sample_on_device`."""
         assert self._undrawn is not None
         logits, best, last = self._undrawn
-        drawn = {sample: draw for sample in allowed if (draw := self._sequences[sample].draw) is not None}
+        drawn = {sample: draw for sample in allowed if (draw := self._draws[sample]) is not None}
         return DeviceChoice(sample_on_device(logits, best, drawn, last, allowed), drawn)
 
     def wait(self) -> StepOutput:
@@ -197,11 +200,11 @@ def launched(
     flush: Callable[[], frozenset[str]] | None = None,
 ) -> Launched:
     """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each."""
-    return Launched([sequence for sequence in sequences if sequence.samples], logits, best, last, scores, flush)
+    return Launched(sequences, logits, best, last, scores, flush)
 
 
 def _is_for_host(sequence: SequenceStep) -> bool:
-    return not sequence.greedy and sequence.draw is None
+    return not sequence.greedy and not sequence.draws
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class ModelRunner:
 
     def can_be_ahead_of(self, step: StepInput) -> bool:
         """Whether `launch` may run the step after `step`, with the same sequences, before `step` has ended."""
-        chosen = (each.greedy or (each.draw is not None and not each.masked) for each in step.sequences)
+        chosen = (each.greedy or (each.draws and not each.masked) for each in step.sequences)
         return self.graphs is not None and all(chosen) and self.graphs.takes(step)
 
     @torch.inference_mode()
@@ -92,8 +92,7 @@ class ModelRunner:
             if sequence.scored:
                 scored.append((sequence, end + sequence.scored_from))
             end += len(sequence.token_ids)
-            if sequence.samples:
-                rows.append(end - 1)
+            rows += range(end - sequence.samples, end)
         reported = layers_to_report(step.exports, self._pool.layout)
         inputs = to_device(np.array(token_ids, dtype=np.int64), self._device)
         hidden = self._model.hidden(

@@ -45,19 +45,20 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` of one request from position `start` on, with its block table up to the last of them.
 
     `scored`: prompt tokens whose logprobs are requested, with the `top` most likely tokens; the first of them follows
-    `token_ids[scored_from]`. `greedy`: only the most likely token is needed. `draw`: the device chooses
-    in this way; `masked`: among tokens that the host names later. Neither: the host chooses, and needs the logits.
+    `token_ids[scored_from]`. `samples`: of how many last tokens the next one is chosen, 0 within a prompt.
+    `greedy`: only the most likely tokens are needed. `draws`: the device chooses in these ways; `masked`: among tokens
+    that the host names later. Neither: the host chooses, and needs the logits.
     """
 
     token_ids: list[int]
     start: int
     blocks: list[int]
-    samples: bool
+    samples: int
     scored: list[int] = []
     scored_from: int = 0
     top: int = 0
     greedy: bool = False
-    draw: Draw | None = None
+    draws: list[Draw] = []
     masked: bool = False
 
 

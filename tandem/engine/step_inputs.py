@@ -13,30 +13,32 @@ from tandem.scheduler.sequence import Sequence
 
 def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> SequenceStep:
     end = chunk.start + chunk.count
+    reach = end + len(chunk.proposed)
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     greedy = needs_only_argmax(sequence.sampling)
-    draw = next_draw(sequence) if chunk.samples and samples_on_device and not greedy else None
+    drawn = chunk.sampled_tokens if samples_on_device and not greedy else 0
     first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
-        token_ids=sequence.tokens[chunk.start : end],
+        token_ids=[*sequence.tokens[chunk.start : end], *chunk.proposed],
         start=chunk.start,
-        blocks=sequence.blocks[: blocks_for(end, block_tokens)],
-        samples=chunk.samples,
+        blocks=sequence.blocks[: blocks_for(reach, block_tokens)],
+        samples=chunk.sampled_tokens,
         scored=scored,
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
         greedy=greedy,
-        draw=draw,
-        masked=draw is not None and sequence.grammar is not None,
+        draws=[next_draw(sequence, ahead) for ahead in range(drawn)],
+        masked=drawn > 0 and sequence.grammar is not None,
     )
 
 
-def next_draw(sequence: Sequence) -> Draw:
+def next_draw(sequence: Sequence, ahead: int = 0) -> Draw:
+    """`ahead`: proposed tokens before it, which no request with penalties has."""
     params = sequence.sampling
     return Draw(
-        position=len(sequence.tokens),
+        position=len(sequence.tokens) + ahead,
         seed=params.seed,
         temperature=params.temperature,
         top_k=params.top_k or 0,

@@ -16,7 +16,8 @@ class StepWork(msgspec.Struct, frozen=True):  # created per chunk
     """What one step computed.
 
     `attended_tokens`: number of tokens attended to, summed over all computed tokens. `kv_tokens`: tokens whose KV was
-    read or written. `sampled_tokens`: tokens whose logits were needed.
+    read or written. `sampled_tokens`: tokens whose logits were needed. `proposed_tokens`: of those, computed before
+    they were chosen, of which `accepted_tokens` were right.
     """
 
     prefill_tokens: int = 0
@@ -24,15 +25,21 @@ class StepWork(msgspec.Struct, frozen=True):  # created per chunk
     attended_tokens: int = 0
     kv_tokens: int = 0
     sampled_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
-    def with_chunk(self, start: int, count: int, *, decodes: bool, samples: bool) -> StepWork:
-        """Adds `count` tokens of one request after `start` tokens in the KV cache."""
+    def with_chunk(
+        self, start: int, count: int, *, decodes: bool, samples: int, proposed: int = 0, accepted: int = 0
+    ) -> StepWork:
+        """Adds `count` tokens of one request after `start` tokens in the KV cache, proposed ones included."""
         return StepWork(
             self.prefill_tokens + (0 if decodes else count),
             self.decode_tokens + (count if decodes else 0),
             self.attended_tokens + count * start + count * (count + 1) // 2,
             self.kv_tokens + start + count,
             self.sampled_tokens + samples,
+            self.proposed_tokens + proposed,
+            self.accepted_tokens + accepted,
         )
 
 

@@ -28,11 +28,19 @@ NICENESS = 10  # of its threads: a tenth of a core beside a busy thread of the m
 @dataclass(frozen=True, slots=True)
 class Following:
     """What may follow an answer: the only tokens that may, in order, or those of which one is chosen. `is_complete`:
-    nothing."""
+    nothing. `then`: what may follow after the first, the first two, … of `proposed`, as long as one of several may."""
 
     forced: tuple[int, ...] = ()
     allowed: Allowed | None = None
     is_complete: bool = False
+    proposed: tuple[int, ...] = ()
+    then: tuple[Allowed, ...] = ()
+
+    def after(self, token: int) -> Following | None:
+        """What may follow after this token, which was allowed; None: it is not known."""
+        if not self.then or token != self.proposed[0]:
+            return None
+        return Following(allowed=self.then[0], proposed=self.proposed[1:], then=self.then[1:])
 
 
 class SharedGrammar:
@@ -89,11 +97,17 @@ class GrammarRun:
         self._late_since_s: float | None = None
         self._is_slow = False  # what followed the last token was late
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        """Begins to find what may follow `tokens` of prompt and answer, once the grammar is compiled."""
+    def prepare(self, tokens: Sequence[int], proposed: tuple[int, ...] = ()) -> None:
+        """Begins to find what may follow `tokens` of prompt and answer, and `proposed` ones after them, once the
+        grammar is compiled."""
         if self._found_at != len(tokens) and self._compiled.done():
             self._found_at = len(tokens)
-            self._found = self._threads.submit(self._find, tuple(tokens[self._taken :]))
+            self._found = self._threads.submit(self._find, tuple(tokens[self._taken :]), proposed)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it knows the tokens that it was told of; not after its grammar was compiled again."""
+        return self._matcher is not None
 
     def has_found(self, tokens: Sequence[int]) -> bool:
         """Whether `take` would not wait."""
@@ -157,7 +171,7 @@ class GrammarRun:
             self._renew(chosen)
             return Following()  # the next `take` finds it
 
-    def _find(self, new: tuple[int, ...]) -> Following:
+    def _find(self, new: tuple[int, ...], proposed: tuple[int, ...]) -> Following:
         """In a thread; never two at once."""
         if self._matcher is None:
             self._matcher = self._compiled.result().copy()
@@ -165,7 +179,21 @@ class GrammarRun:
         self._consume(matcher, new)
         if forced := self._forced(matcher):
             return Following(forced, is_complete=matcher.is_complete)
-        return Following(allowed=matcher.allowed(self._ends))
+        allowed = matcher.allowed(self._ends)
+        return Following(allowed=allowed, proposed=proposed, then=self._then(matcher, allowed, proposed))
+
+    def _then(self, matcher: Matcher, allowed: Allowed, proposed: tuple[int, ...]) -> tuple[Allowed, ...]:
+        trial, found = matcher.copy() if proposed else matcher, list[Allowed]()
+        with suppress(InputError):  # it costs too much: the token before it is chosen all the same
+            for token in proposed:
+                if not allowed[token]:
+                    break
+                trial.consume((token,))
+                if trial.is_complete or trial.forced() is not None:
+                    break
+                allowed = trial.allowed(self._ends)
+                found.append(allowed)
+        return tuple(found)
 
     def _consume(self, matcher: Matcher, tokens: tuple[int, ...]) -> None:
         matcher.consume(tokens)

@@ -29,12 +29,22 @@ class ExportRange:
 
 
 class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
-    """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token."""
+    """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token, and then after
+    each of the `proposed` tokens, which follow that one."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.count + len(self.proposed)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return 1 + len(self.proposed) if self.samples else 0
 
     @classmethod
     def next_of(cls, sequence: Sequence, count: int) -> Chunk:

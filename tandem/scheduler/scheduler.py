@@ -16,6 +16,7 @@ from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
 from tandem.scheduler.sequence import Sequence, SequenceStage
+from tandem.speculation.speculator import Candidate, Speculator
 
 
 def _priority(sequence: Sequence) -> tuple[bool, int, int]:
@@ -33,6 +34,7 @@ class Scheduler:
     max_step_tokens: int
     max_model_tokens: int
     window_tokens: int | None = None  # the widest window, if every layer has one: earlier tokens are never read
+    speculator: Speculator | None = None
     preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
@@ -239,6 +241,8 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
+        if self.speculator is not None:
+            chunks = self._with_proposals(chunks, self.speculator)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
             try:
@@ -263,14 +267,14 @@ class Scheduler:
         return (
             len(order) == len(self._running)
             and order == sorted(order)
-            and all(chunk.samples and chunk.sequence.generated for chunk in plan.chunks)
+            and all(chunk.samples and not chunk.proposed and chunk.sequence.generated for chunk in plan.chunks)
             and not (self._waiting or self._exports)
             and self.pool.available() >= len(order)
         )
 
     def advance(self, plan: StepPlan) -> dict[Sequence, TandemError]:
-        """Records that the plan was executed: its tokens' KV is in the pool. Returns the sequences for which this
-        failed: the caller ends them."""
+        """Records that the plan was executed: its tokens' KV is in the pool, but for proposed ones (`accept`). Returns
+        the sequences for which this failed: the caller ends them."""
         failed: dict[Sequence, TandemError] = {}
         for chunk in plan.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
@@ -282,6 +286,49 @@ class Scheduler:
             except Exception as error:
                 failed[chunk.sequence] = RequestFailed.by(error)
         return failed
+
+    def accept(self, chunk: Chunk, accepted: int) -> None:
+        """Records that the first `accepted` proposed tokens of an executed chunk are those of the answer, to which they
+        were appended. The KV of the others will be overwritten."""
+        sequence = chunk.sequence
+        if self.speculator is not None and sequence.speculation is not None:
+            self.speculator.learn(sequence.speculation, len(chunk.proposed), accepted)
+        # The last token is computed in the next step, for its logits.
+        sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
+        self._commit(sequence)
+        self._release_passed(sequence)
+
+    def _with_proposals(self, chunks: list[Chunk], speculator: Speculator) -> list[Chunk]:
+        """With the tokens that are left of the budget and the blocks that nobody waits for."""
+        room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
+        able = [chunk for chunk in chunks if chunk.samples and chunk.sequence.takes_proposals]
+        if self._short_of_blocks or not able or room < 1:
+            return chunks
+        candidates = []
+        for chunk in able:
+            sequence = chunk.sequence
+            length = len(sequence.tokens)
+            left = min(sequence.prompt_tokens + sequence.sampling.max_tokens, self.max_model_tokens) - length
+            assert sequence.speculation is not None
+            candidates.append(Candidate(sequence.speculation, sequence.tokens, left - 1))
+        step_tokens = sum(chunk.count for chunk in chunks)
+        found = {}
+        for chunk, tokens in zip(able, speculator.propose(candidates, step_tokens), strict=True):
+            if count := self._room_for_proposals(chunk.sequence, min(len(tokens), room)):
+                found[chunk.sequence] = tokens[:count]
+                room -= count
+        return [
+            Chunk(each.sequence, each.start, each.count, each.samples, found.get(each.sequence, ())) for each in chunks
+        ]
+
+    def _room_for_proposals(self, sequence: Sequence, count: int) -> int:
+        """Allocates blocks for `count` tokens after the last if a block for each running request stays; returns how
+        many fit."""
+        fresh = blocks_for(len(sequence.tokens) + count, self.block_tokens) - len(sequence.blocks)
+        fresh = min(fresh, self.pool.available() - len(self._running))
+        if fresh > 0:
+            sequence.blocks += self.pool.acquire([], fresh, BlockHold.USE)
+        return min(count, len(sequence.blocks) * self.block_tokens - len(sequence.tokens))
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
         """Allocates blocks for a running request's next `count` tokens; returns how many tokens fit.

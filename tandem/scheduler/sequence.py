@@ -9,6 +9,7 @@ from tandem.grammar.masks import GrammarRun
 from tandem.kvcache.block_pool import BlockHold
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
+from tandem.speculation.speculator import Speculation
 from tandem.token_history import TokenHistory
 
 
@@ -51,6 +52,7 @@ class Sequence:
     committed: int = 0
     exported_blocks: int = 0
     scored_tokens: int = 1  # leading prompt tokens without pending logprobs; the first never has one
+    speculation: Speculation | None = None  # None: nothing is proposed for it
     last_step: int = 0  # number of the last step it ran in
     expected_cached_tokens: int = 0  # cached when it started to wait
     cached_tokens: int | None = None  # cached when it was first scheduled
@@ -68,6 +70,11 @@ class Sequence:
         start."""
         scores_wanted = self.sampling.prompt_logprobs is not None and self.scored_tokens < self.prompt_tokens
         return self.use_prefix_cache and not scores_wanted
+
+    @property
+    def takes_proposals(self) -> bool:
+        """Not before its first token: a prompt's chunk costs more, and may be exported."""
+        return self.speculation is not None and self.generated > 0 and not self.is_exporting
 
     @property
     def held_blocks(self) -> list[int]:

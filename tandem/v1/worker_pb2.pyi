@@ -1155,6 +1155,8 @@ class WorkerMeters(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_OUT_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_IN_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_tokens: _builtins.int
     """computed"""
     decode_tokens: _builtins.int
@@ -1170,6 +1172,10 @@ class WorkerMeters(_message.Message):
     """KV blocks copied from the pool to the host tier"""
     host_blocks_in: _builtins.int
     """KV blocks copied back for requests"""
+    proposed_tokens: _builtins.int
+    """of sampled_tokens, computed before they were chosen"""
+    accepted_tokens: _builtins.int
+    """of those, right ones"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
         """by kind"""
@@ -1191,10 +1197,12 @@ class WorkerMeters(_message.Message):
         links: _abc.Iterable[Global___LinkState] | None = ...,
         host_blocks_out: _builtins.int = ...,
         host_blocks_in: _builtins.int = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "flops", b"flops", "host_blocks_in", b"host_blocks_in", "host_blocks_out", b"host_blocks_out", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_tokens", b"decode_tokens", "flops", b"flops", "host_blocks_in", b"host_blocks_in", "host_blocks_out", b"host_blocks_out", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "proposed_tokens", b"proposed_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

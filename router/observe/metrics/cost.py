@@ -108,5 +108,7 @@ class CostCollector(Collector):
         tokens: Counter[str] = Counter()
         for worker in self._fleet.workers():
             if (meters := worker.link.meters.latest) is not None:
-                tokens[worker.link.info.model] += meters.sampled_tokens
+                tokens[worker.link.info.model] += (
+                    meters.sampled_tokens - meters.proposed_tokens + meters.accepted_tokens
+                )
         return tokens

@@ -130,7 +130,15 @@ def _work(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]
     peak_memory = GaugeMetricFamily(
         "tandem_worker_peak_memory_bytes_per_second", "Peak memory bandwidth of its ranks.", labels=WORKER
     )
+    proposed = CounterMetricFamily(
+        "tandem_worker_proposed_tokens",
+        "Tokens that were computed before they were chosen, accepted or refused.",
+        labels=(*WORKER, "outcome"),
+    )
     for labels, meters in metered:
+        if meters.proposed_tokens:
+            proposed.add_metric((*labels, "accepted"), meters.accepted_tokens)
+            proposed.add_metric((*labels, "refused"), meters.proposed_tokens - meters.accepted_tokens)
         tokens.add_metric((*labels, "prefill"), meters.prefill_tokens)
         tokens.add_metric((*labels, "decode"), meters.decode_tokens)
         preemptions.add_metric(labels, meters.preemptions)
@@ -138,7 +146,7 @@ def _work(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]
         memory.add_metric(labels, meters.memory_bytes)
         peak_flops.add_metric(labels, meters.peak_flops_per_s)
         peak_memory.add_metric(labels, meters.peak_memory_bytes_per_s)
-    yield from (tokens, preemptions, flops, memory, peak_flops, peak_memory)
+    yield from (tokens, proposed, preemptions, flops, memory, peak_flops, peak_memory)
 
 
 def _host_tiers(workers: Sequence[Worker]) -> Iterator[Metric]:

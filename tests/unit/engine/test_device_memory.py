@@ -106,7 +106,7 @@ def test_the_largest_steps_have_the_longest_chunk_and_the_most_samples() -> None
     longest, widest = (step.sequences for step in largest_steps(spec, max_model_tokens=1000))
     assert [(each.start, len(each.token_ids), len(each.blocks)) for each in longest] == [(936, 64, 63)]
     assert [(each.start, len(each.token_ids)) for each in widest] == [(0, 12)] * 5
-    draws = [each.draw for each in (*longest, *widest) if each.samples]
+    draws = [draw for each in (*longest, *widest) for draw in each.draws]
     assert len(draws) == 6
     assert all(each and each.top_p < 1 and each.min_p and each.penalties and each.logprobs == 20 for each in draws)
     short, many = (step.sequences for step in largest_steps(spec, max_model_tokens=16))

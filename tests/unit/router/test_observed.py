@@ -37,7 +37,8 @@ def meters(flops: float = 0.0, stepping_s: float = 0.0, **more: Any) -> worker_p
 
 
 async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Cluster) -> None:
-    bare.decode.meters = meters(flops=1e9, stepping_s=0.01, decode_tokens=7, preemptions=2)
+    counted = {"decode_tokens": 7, "preemptions": 2, "proposed_tokens": 5, "accepted_tokens": 3}
+    bare.decode.meters = meters(flops=1e9, stepping_s=0.01, **counted)
     bare.decode.meters.links.add(peer_worker="p0", transport="mapped", bytes=1 << 20, latency_s=0.001, bytes_per_s=5e8)
     roles = {"p0": cluster_pb2.ROLE_PREFILL, "d0": cluster_pb2.ROLE_DECODE, "d1": cluster_pb2.ROLE_DECODE}
     bare.controller.places = [
@@ -47,6 +48,8 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Clus
     await bare.list_workers(bare.prefill, bare.decode)
     metric = bare.metric
     assert metric(f"tandem_worker_up{{{DECODE}}}") == 1
+    refused = 'tandem_worker_proposed_tokens_total{model="tiny",outcome="refused",role="decode",worker="d0"}'
+    assert metric(refused) == 2
     assert metric('tandem_worker_up{model="tiny",role="decode",worker="d1"}') == 0
     assert metric(f"tandem_worker_restarts_total{{{DECODE}}}") == 1
     lines = [line for line in bare.app.metrics.render().decode().splitlines() if 'worker="d0"' in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,36 @@ from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import BlockCopies, HostTier
 from tandem.request import SamplingParams
-from tandem.scheduler.plan import ExportRange, StepPlan
+from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.speculator import Candidate, Speculation, Speculator
 
 BLOCK = 4
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the pretended model chooses."""
+    return (sum(tokens) * 31 + len(tokens)) % 97
+
+
+class HalfRight(Speculator):
+    """Proposes up to five tokens, and makes one wrong where the sum of the tokens is odd."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def propose(self, candidates: Iterable[Candidate], step_tokens: int) -> list[tuple[int, ...]]:
+        return [self._proposed(each.tokens, min(each.most, len(each.tokens) % 6)) for each in candidates]
+
+    def _proposed(self, tokens: list[int], most: int) -> tuple[int, ...]:
+        text = list(tokens)
+        for _ in range(most):
+            text.append(next_token(text))
+        proposed = text[len(tokens) :]
+        if proposed and sum(tokens) % 2:
+            proposed[len(proposed) // 2] = 98
+        return tuple(proposed)
 
 
 @dataclass
@@ -27,6 +53,7 @@ class World:
     budget: int = 16
     max_running: int = 4
     slots: int = 0
+    proposes: bool = False  # right tokens and wrong ones
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -46,6 +73,7 @@ class World:
             max_running_requests=self.max_running,
             max_step_tokens=self.budget,
             max_model_tokens=1000,
+            speculator=HalfRight() if self.proposes else None,
         )
 
     def sequence(self, name: str, prompt: list[int], max_tokens: int = 3, **options: Any) -> Sequence:
@@ -58,6 +86,7 @@ class World:
             hash_key=HashKey("model"),
             block_tokens=BLOCK,
             arrival=self.arrivals,
+            speculation=Speculation() if self.proposes else None,
             **options,
         )
 
@@ -93,10 +122,12 @@ class World:
                 self._write(chunk.sequence, position)
             self.check_content(chunk.sequence, chunk.start + chunk.count)
             self.computed_tokens += chunk.count
+            for position, token in enumerate(chunk.proposed, chunk.start + chunk.count):
+                self.memory[chunk.sequence.blocks[position // BLOCK], position % BLOCK] = token
         self.scheduler.advance(plan)
         for chunk in plan.chunks:
             if chunk.samples:
-                self._sample(chunk.sequence)
+                self._sample(chunk)
         self.failed |= dict(plan.failed)
         for name in self.failed:
             self.read_by_others.pop(name, None)
@@ -115,14 +146,15 @@ class World:
         return counts.conserved and self.pool.tier_counts().conserved and counts.in_use == counts.leased == 0
 
     def _check(self, plan: StepPlan) -> None:
-        assert sum(chunk.count for chunk in plan.chunks) <= self.budget
+        assert sum(chunk.computed_tokens for chunk in plan.chunks) <= self.budget
         assert len({chunk.sequence.request_id for chunk in plan.chunks}) == len(plan.chunks)
         partly = [chunk for chunk in plan.chunks if not chunk.samples]
         assert len(partly) <= 1
         for chunk in plan.chunks:
             assert chunk.count > 0
             assert chunk.start == chunk.sequence.computed
-            assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.count
+            assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.computed_tokens
+            assert not chunk.proposed or chunk.sequence.generated
         assert all(isinstance(error, KvExhausted) for _, error in plan.failed)
 
     def _copy(self, copies: BlockCopies | None) -> None:
@@ -158,10 +190,19 @@ class World:
                     cell = exported.block_ids[offset // BLOCK], offset % BLOCK
                     assert self.memory[cell] == sequence.tokens[exported.first_block * BLOCK + offset]
 
-    def _sample(self, sequence: Sequence) -> None:
-        token = (sum(sequence.tokens) * 31 + len(sequence.tokens)) % 97
-        sequence.tokens.append(token)
-        self.answers.setdefault(sequence.request_id, []).append(token)
+    def _sample(self, chunk: Chunk) -> None:
+        sequence, accepted = chunk.sequence, 0
+        for proposed in (*chunk.proposed, None):
+            token = next_token(sequence.tokens)
+            sequence.tokens.append(token)
+            self.answers.setdefault(sequence.request_id, []).append(token)
+            if sequence.generated >= sequence.sampling.max_tokens or token != proposed:
+                break
+            accepted += 1
+        if chunk.proposed:
+            self.scheduler.accept(chunk, accepted)
+            self.check_content(sequence, sequence.computed)
+        assert sequence.pending_tokens == 1
         if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
             self.scheduler.finish(sequence)
 

@@ -117,11 +117,18 @@ class Story:
     budget=st.integers(1, 20),
     max_running=st.integers(1, 5),
     slots=st.sampled_from([0, 0, 1, 3, 10, 40]),
+    proposes=st.booleans(),
 )
 def test_every_request_ends_with_the_right_content_and_nothing_is_left_behind(
-    make_world: Any, actions: list[tuple[Any, ...]], blocks: int, budget: int, max_running: int, slots: int
+    make_world: Any,
+    actions: list[tuple[Any, ...]],
+    blocks: int,
+    budget: int,
+    max_running: int,
+    slots: int,
+    proposes: bool,
 ) -> None:
-    story = Story(make_world(blocks=blocks, budget=budget, max_running=max_running, slots=slots))
+    story = Story(make_world(blocks=blocks, budget=budget, max_running=max_running, slots=slots, proposes=proposes))
     for action in actions:
         story.play(action)
     story.finish()

@@ -1,0 +1,46 @@
+"""How likely a proposed token is the one that the model chooses, learnt from those before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_KEPT = 0.9  # of a request's own counts, at each of its verifications
+_KEPT_OF_ALL = 0.995
+_WEIGHT_OF_ALL = 4.0  # tokens of the request's own that count as much as what all requests say
+
+
+@dataclass(slots=True)
+class Rate:
+    """Accepted tokens and refusals, the recent ones with more weight."""
+
+    accepted: float = 0.0
+    refused: float = 0.0
+
+    def learn(self, proposed: int, accepted: int, kept: float) -> None:
+        """Of `proposed` tokens the first `accepted` were right. Those after the first wrong one say nothing."""
+        self.accepted = self.accepted * kept + accepted
+        self.refused = self.refused * kept + (accepted < proposed)
+
+    def value(self, prior: float, weight: float) -> float:
+        return (self.accepted + prior * weight) / (self.accepted + self.refused + weight)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Of all requests of an engine. `match`: how many tokens before the proposal agreed with its source."""
+
+    of_matches: dict[int, Rate] = field(default_factory=dict)
+
+    def of(self, own: Rate, match: int) -> float:
+        """The probability that one more token is accepted if those before it were."""
+        of_all = self.of_matches.get(_bucket(match), Rate()).value(prior=0.6, weight=2.0)
+        return own.value(prior=of_all, weight=_WEIGHT_OF_ALL)
+
+    def learn(self, own: Rate, match: int, proposed: int, accepted: int) -> None:
+        own.learn(proposed, accepted, _KEPT)
+        self.of_matches.setdefault(_bucket(match), Rate()).learn(proposed, accepted, _KEPT_OF_ALL)
+
+
+def _bucket(match: int) -> int:
+    """3, 4, 5–8, 9–16, more."""
+    return (match - 1).bit_length()

@@ -1,0 +1,126 @@
+"""What is found, how likely it is right, what a token costs, and how many are therefore proposed."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.speculation.acceptance import Acceptance, Rate
+from tandem.speculation.lookup import GRAM, TokenIndex
+from tandem.speculation.speculator import Candidate, Speculation, Speculator
+from tandem.speculation.step_costs import StepCosts
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8))
+def test_what_is_found_followed_the_same_tokens_before(tokens: list[int], most: int) -> None:
+    index = TokenIndex()
+    for length in range(len(tokens) + 1):  # as an answer grows
+        found = index.find(tokens[:length], most)
+    ends = [place for place in range(GRAM, len(tokens)) if tokens[place - GRAM : place] == tokens[-GRAM:]]
+    assert (found is not None) == bool(ends)
+    if found is not None:
+        match = found.match
+        assert match >= GRAM
+        assert any(
+            tokens[place - match : place] == tokens[len(tokens) - match :]
+            and tuple(tokens[place : place + most]) == found.tokens
+            for place in ends
+        )
+
+
+def test_the_longest_match_counts_not_the_latest() -> None:
+    tokens = [9, 8, 1, 2, 3, 50, 7, 1, 2, 3, 60, 8, 1, 2, 3]
+    found = TokenIndex().find(tokens, 2)
+    assert found is not None
+    assert (found.tokens, found.match) == ((50, 7), 4)
+
+
+def test_a_long_prompt_is_indexed_over_several_steps() -> None:
+    draw = random.Random(1)
+    tokens = [draw.randrange(1000) for _ in range(20_000)]
+    tokens += tokens[18_000:18_010]
+    index = TokenIndex()
+    found = [index.find(tokens, 4) for _ in range(6)]
+    assert found[0] is None
+    assert found[-1] is not None
+    assert found[-1].tokens == tuple(tokens[18_010:18_014])
+
+
+def test_costs_are_those_of_a_line() -> None:
+    costs, draw = StepCosts(), random.Random(2)
+    for _ in range(300):
+        tokens = draw.randint(1, 9)
+        costs.learn(tokens, (0.010 + 0.002 * tokens) * draw.uniform(0.95, 1.05))
+    fixed_s, token_s = costs.line()
+    assert fixed_s == pytest.approx(0.010, rel=0.1)
+    assert token_s == pytest.approx(0.002, rel=0.1)
+
+
+def test_one_step_that_was_interrupted_does_not_count_in_full() -> None:
+    costs = StepCosts()
+    for tokens in (1, 2, 3, 4, 5) * 20:
+        costs.learn(tokens, 0.010 + 0.001 * tokens)
+    costs.learn(1, 3.0)
+    fixed_s, token_s = costs.line()
+    assert 0.008 < fixed_s + token_s < 0.016
+
+
+def test_a_rate_is_first_that_of_all_and_then_its_own() -> None:
+    acceptance, own = Acceptance(), Rate()
+    for _ in range(50):
+        acceptance.learn(Rate(), 4, proposed=3, accepted=0)
+    assert acceptance.of(own, 4) < 0.1
+    for _ in range(20):
+        acceptance.learn(own, 4, proposed=3, accepted=3)
+    assert acceptance.of(own, 4) > 0.75
+    assert acceptance.of(Rate(), 20) == pytest.approx(0.6)
+
+
+def speculator(fixed_s: float, token_s: float, chance: float) -> Speculator:
+    found = Speculator(8)
+    for tokens in (1, 2, 4, 8) * 20:
+        found.costs.learn(tokens, fixed_s + token_s * tokens)
+    accepted = round(chance * 100)
+    for number in range(400):
+        found._acceptance.learn(Rate(), 6, 1, int(number % 100 < accepted))
+    return found
+
+
+def repeating() -> list[int]:
+    return [1, 2, 3, 4, 5, 6, *range(10, 20), 77, 1, 2, 3, 4, 5, 6]
+
+
+def proposed(by: Speculator, requests: int) -> int:
+    tokens = repeating()
+    candidates = [Candidate(Speculation(), tokens, 8) for _ in range(requests)]
+    return sum(map(len, by.propose(candidates, step_tokens=requests)))
+
+
+@pytest.mark.parametrize(("chance", "at_least", "at_most"), [(0.95, 8, 8), (0.5, 2, 5), (0.02, 0, 0)])
+def test_likely_tokens_are_proposed_further_ahead(chance: float, at_least: int, at_most: int) -> None:
+    assert at_least <= proposed(speculator(0.010, 0.0005, chance), 1) <= at_most
+
+
+def test_the_busier_a_step_the_less_is_proposed_for_each() -> None:
+    """As tokens cost a tenth of the step, a full batch has nothing to gain."""
+    each = [proposed(speculator(0.010, 0.001, 0.6), requests) / requests for requests in (1, 4, 16, 64)]
+    assert all(one >= other for one, other in pairwise(each))
+    assert each[0] >= 2
+    assert each[-1] == 0
+
+
+def test_where_nothing_pays_one_token_is_tried_now_and_then() -> None:
+    by = speculator(0.010, 0.001, 0.02)
+    counts = [proposed(by, 1) for _ in range(200)]
+    assert 1 <= sum(counts) <= 5
+
+
+def test_nothing_is_proposed_beyond_what_a_request_may_take() -> None:
+    by = speculator(0.010, 0.0001, 0.95)
+    for most in (-1, 0, 1, 3):
+        (found,) = by.propose([Candidate(Speculation(), repeating(), most)], step_tokens=1)
+        assert len(found) == max(0, most)
