@@ -260,7 +260,10 @@ def test_a_grammar_refuses_what_it_would_without_proposals(tmp_path: Path, seed:
         grammar=json_schema(SCHEMA, "").grammar, frequency_penalty=0.2 * (seed % 3),
     )  # fmt: skip
     requests = {str(n): (prompt(n, seed), ended) for n in (3, 20)}
-    options = {"batch_invariant": True, "kernels": "auto"}
+
+    def engine(name: str, **options: str) -> Engine:
+        found = single_rank(model, tmp_path / name, batch_invariant=True, **options).engine  # type: ignore[arg-type]
+        return found
 
     def answers(driver: EngineDriver) -> dict[str, list[int]]:
         for name, (tokens, sampling) in requests.items():
@@ -270,9 +273,7 @@ def test_a_grammar_refuses_what_it_would_without_proposals(tmp_path: Path, seed:
         assert set(driver.ends.values()) == {FinishReason.STOP}
         return driver.tokens
 
-    expected = answers(EngineDriver(single_rank(model, tmp_path / "a", **options).engine))
+    expected = answers(EngineDriver(engine("a")))
     speculator = Scripted(texts(requests, expected), seed)
-    assert answers(
-        scripted(single_rank(model, tmp_path / "b", speculation="lookup", **options).engine, speculator)
-    ) == (expected)
+    assert answers(scripted(engine("b", speculation="lookup"), speculator)) == expected
     assert speculator.accepted > 0
