@@ -15,7 +15,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy clients soak bench-handoff bench-router bench-engine bench-structured bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy clients soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ bench-engine: $(DEV)  ## Measure the engine on this CPU (peers: scripts/engine-p
 
 bench-structured: $(DEV)  ## Measure what constrained answers cost on this CPU (ARGS="--figure masks")
 	@$(BIN)/python -m benchmarks.structured $(ARGS)
+
+bench-speculation: $(DEV)  ## Measure what speculation gains on this CPU (ARGS="--figure exactness")
+	@$(BIN)/python -m benchmarks.speculation $(ARGS)
 
 bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; some need --traces FOLDER)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)

@@ -37,7 +37,7 @@ from tandem.sampling.sampler import Choice, choose, scored_choice
 from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.speculator import Speculation
+from tandem.speculation.speculator import Speculation, Speculator
 
 log = logging.getLogger(__name__)
 
@@ -594,6 +594,11 @@ class Engine:
             scheduler.reserved,
             scheduler.pool.tier_counts(),
         )
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """None: nothing is proposed."""
+        return self._scheduler.speculator
 
     @property
     def preemptions(self) -> int:

@@ -133,7 +133,7 @@ def test_look_up_finds_what_came_before(make: Callable[..., Rank], kv_dtype: str
     expected = run(EngineDriver(make(batch_invariant=True, kv_dtype=kv_dtype).engine), requests)
     driver = EngineDriver(make(batch_invariant=True, kv_dtype=kv_dtype, speculation="lookup").engine)
     assert run(driver, requests) == expected
-    speculator = driver.engine._scheduler.speculator
+    speculator = driver.engine.speculator
     assert speculator is not None
     assert speculator.accepted > 0
 
