@@ -333,7 +333,7 @@ def _gpu_perplexity(folder: Path, ids: list[int], weights: Weights, kv_dtype: st
     model = load_model(folder, config, TensorParallel(), "cpu", torch.float32, matrix=MatrixMaker(weights))
     blocks = blocks_for(len(ids), 16)
     layout = KvPoolLayout(blocks, config.layers, config.kv_heads, 16, config.head_dim, kv_dtype)
-    step = SequenceStep(token_ids=ids, start=0, blocks=list(range(blocks)), samples=True)
+    step = SequenceStep(token_ids=ids, start=0, blocks=list(range(blocks)), samples=1)
     attend = StepAttention(torch.zeros(layout.shape, dtype=DTYPES[kv_dtype]), layout, [step], model.attention)
     rows = torch.arange(len(ids))
     return _perplexity(model.forward(torch.tensor(ids), rows, rows[:-1], attend), ids)

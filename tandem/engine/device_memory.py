@@ -125,15 +125,16 @@ def measured_budget(memory: DeviceMemory, spec: EngineSpec, steps: Callable[[], 
 
 def largest_steps(spec: EngineSpec, max_model_tokens: int) -> Iterator[StepInput]:
     """The steps that need most memory, with all tables on block 0: one chunk at the end of the longest context, and as
-    many short chunks as there may be requests, each with a token to draw in the costliest way."""
+    many short chunks as there may be requests, each with tokens to draw in the costliest way."""
     longest = min(spec.max_step_tokens, max_model_tokens)
     yield StepInput([_chunk(spec, max_model_tokens - longest, longest)], [])
     requests = min(spec.max_running_requests, spec.max_step_tokens)
     each = min(spec.max_step_tokens // requests, max_model_tokens)
-    yield StepInput([_chunk(spec, 0, each)] * requests, [])
+    proposed = spec.speculation_tokens if spec.speculation != "none" else 0
+    yield StepInput([_chunk(spec, 0, each, min(each, 1 + proposed))] * requests, [])
 
 
-def _chunk(spec: EngineSpec, start: int, count: int) -> SequenceStep:
+def _chunk(spec: EngineSpec, start: int, count: int, samples: int = 1) -> SequenceStep:
     blocks = [0] * blocks_for(start + count, spec.block_tokens)
     one = np.zeros(1, dtype=np.int32).tobytes()
     penalties = Penalties(
@@ -144,7 +145,7 @@ def _chunk(spec: EngineSpec, start: int, count: int) -> SequenceStep:
         start + count, seed=0, temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, penalties=penalties,
         logprobs=MAX_LOGPROBS,
     )  # fmt: skip
-    return SequenceStep([0] * count, start, blocks, samples=1, draws=[draw])
+    return SequenceStep([0] * count, start, blocks, samples=samples, draws=[draw] * samples)
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Flight:
     failed: dict[Sequence, TandemError] = field(default_factory=dict)
     has_advanced: bool = False  # the scheduler has counted its tokens
     following: dict[Sequence, Following] = field(default_factory=dict)  # what grammars allow
+    began_s: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0  # that the model took
 
 
 class Engine:
@@ -191,12 +193,11 @@ class Engine:
 
     def step(self) -> StepResult:
         """Runs one step. A failing request does not affect the others."""
-        began_s = time.perf_counter()
         flight = self._flight or self._launch(self._scheduler.schedule())
         self._flight = self._launch_ahead(flight)
         result = self._land(flight)
-        if (speculator := self._scheduler.speculator) is not None and not result.work.prefill_tokens:
-            speculator.costs.learn(result.work.decode_tokens, time.perf_counter() - began_s)
+        if self.speculator is not None and not result.work.prefill_tokens:
+            self.speculator.costs.learn(result.work.decode_tokens, flight.seconds)
         return result
 
     def _launch(self, plan: StepPlan) -> Flight:
@@ -214,12 +215,19 @@ class Engine:
             if not (plan.chunks or plan.exports or plan.copies):
                 return Flight(plan, step, None)
             try:
-                flight = Flight(plan, step, self._launch_on_all(step))
+                began_s = time.perf_counter()
+                flight = Flight(plan, step, self._launch_on_all(step), began_s=began_s)
                 self._computed_token = inputs[0].token_ids[0] if inputs else self._computed_token
                 return flight
             except TandemError:
                 raise
             except Exception as error:
+                if any(chunk.proposed for chunk in plan.chunks) and not leaves_device_unusable(
+                    error, on_device=self._runner.samples_on_device
+                ):
+                    log.warning("a step with proposed tokens failed, and runs without", exc_info=True)
+                    plan = self._without_proposals(plan)
+                    continue
                 failed = self._failed_by(error, plan, inputs) if plan.chunks else {}
                 if not failed and is_out_of_memory(error):
                     raise _out_of_memory(error) from error
@@ -227,6 +235,15 @@ class Engine:
                     raise
             return_unused()  # after the exception, which kept the step's tensors
             plan = self._without(plan, failed, is_launched=True)
+
+    def _without_proposals(self, plan: StepPlan) -> StepPlan:
+        """The plan of a step that was launched. Nothing is proposed any more for its requests."""
+        plan = self._without(plan, {}, is_launched=True)
+        for chunk in plan.chunks:
+            if chunk.proposed:
+                chunk.sequence.speculation = None
+        chunks = [Chunk(each.sequence, each.start, each.count, each.samples) for each in plan.chunks]
+        return replace(plan, chunks=tuple(chunks))
 
     def _inputs(self, plan: StepPlan) -> tuple[StepPlan, list[SequenceStep]]:
         """The plan without requests for which making the step's input fails, and the input."""
@@ -340,6 +357,7 @@ class Engine:
             early = self._choose_on_device(flight, ())  # runs right after the step
         before = frozenset(flight.following)
         output = flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
+        flight.seconds = time.perf_counter() - flight.began_s
         if self._ending:
             self._finish_ended()
         scores = _prompt_scores(flight, output)
@@ -484,28 +502,41 @@ class Engine:
     ) -> int:
         """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
         those that its grammar forces. Returns how many proposed ones were right."""
-        sequence, accepted = chunk.sequence, 0
+        sequence, compared, accepted = chunk.sequence, 0, 0
         try:
             for proposed in (*chunk.proposed, None):
                 choice = self._chosen(sequence, output, sample + accepted, following)
                 tokens.append(self._appended(sequence, choice))
                 reason = self._reason(sequence, choice.token_id)
+                compared += proposed is not None
                 accepted += choice.token_id == proposed
                 if following is not None and reason is None:
                     reason, following = self._follow(sequence, following, choice.token_id, tokens)
                 if reason is not None or choice.token_id != proposed or (sequence.grammar and following is None):
                     break
-            if chunk.proposed:
-                self._scheduler.accept(chunk, accepted)
         except Exception as error:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return accepted
+        if chunk.proposed and (failure := self._accept(chunk, compared, accepted)) is not None:
+            self._end(sequence)
+            ended.append(RequestEnd(sequence.request_id, error=failure))
+            return accepted
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
         return accepted
+
+    def _accept(self, chunk: Chunk, compared: int, accepted: int) -> TandemError | None:
+        """Returns the error of a request whose tokens cannot be recorded."""
+        try:
+            self._scheduler.accept(chunk, compared, accepted)
+        except TandemError:
+            raise
+        except Exception as error:
+            return RequestFailed.by(error)
+        return None
 
     def _follow(
         self, sequence: Sequence, following: Following, token: int, tokens: list[TokenOut]

@@ -35,9 +35,9 @@ class StepOutput:
 
     `tokens`: the token that the device chose, else the one with the largest logit; None if logits are not finite.
     Of a masked sample `Launched.choose` gives the token. `logits`: None unless the host chooses. `logprobs`: by
-    sequence, if requested and computed on the device. `scores`: for each sequence with scored tokens. `late`: sequences
+    sample, if requested and computed on the device. `scores`: for each sequence with scored tokens. `late`: samples
     whose tokens were chosen after the device's, so a step launched ahead ran with other ones. `failed`: the error of
-    sequences whose output the host could not complete. `failed_exports`: requests, also of earlier steps, whose export
+    samples whose output the host could not complete. `failed_exports`: requests, also of earlier steps, whose export
     could not be reported.
     """
 

@@ -20,6 +20,7 @@ from tandem.errors import InputError, RequestFailed
 from tandem.grammar.compiler import MAX_FORCED_TOKENS, Allowed, GrammarCompiler, Matcher
 
 MASK_WAIT_S = 0.005  # of a step, for all its masks
+THEN_S = 0.001  # for the masks after proposed tokens
 MAX_LATE_S = 5.0  # of a request, from when its next token could have been chosen
 KEPT_GRAMMARS = 64
 NICENESS = 10  # of its threads: a tenth of a core beside a busy thread of the model
@@ -183,10 +184,12 @@ class GrammarRun:
         return Following(allowed=allowed, proposed=proposed, then=self._then(matcher, allowed, proposed))
 
     def _then(self, matcher: Matcher, allowed: Allowed, proposed: tuple[int, ...]) -> tuple[Allowed, ...]:
+        """As far as it is found soon: the first mask waits for them."""
         trial, found = matcher.copy() if proposed else matcher, list[Allowed]()
+        end_s = self._clock() + THEN_S
         with suppress(InputError):  # it costs too much: the token before it is chosen all the same
             for token in proposed:
-                if not allowed[token]:
+                if not allowed[token] or self._clock() > end_s:
                     break
                 trial.consume((token,))
                 if trial.is_complete or trial.forced() is not None:

@@ -1,14 +1,16 @@
 """Decides what runs in the next step. A pure class without clock and tensors: state in, plan out.
 
 Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24). Decoding requests come first,
-with one token each; the rest of the budget goes to prompts in order of arrival. If a decoding request needs a block and
-none is available, the youngest running request is preempted: its blocks are released, and it is recomputed later,
-except for blocks that are still in the pool or its host tier.
+with one token each; the rest of the budget goes to prompts in order of arrival, and then to proposed tokens. If a
+decoding request needs a block and none is available, the youngest running request is preempted: its blocks are
+released, and it is recomputed later, except for blocks that are still in the pool or its host tier.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, RequestFailed, TandemError
@@ -16,7 +18,9 @@ from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
 from tandem.scheduler.sequence import Sequence, SequenceStage
-from tandem.speculation.speculator import Candidate, Speculator
+from tandem.speculation.speculator import Candidate, Speculator, Step
+
+log = logging.getLogger(__name__)
 
 
 def _priority(sequence: Sequence) -> tuple[bool, int, int]:
@@ -241,7 +245,7 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
-        if self.speculator is not None:
+        if self.speculator is not None and not self._short_of_blocks:
             chunks = self._with_proposals(chunks, self.speculator)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
@@ -287,48 +291,54 @@ class Scheduler:
                 failed[chunk.sequence] = RequestFailed.by(error)
         return failed
 
-    def accept(self, chunk: Chunk, accepted: int) -> None:
-        """Records that the first `accepted` proposed tokens of an executed chunk are those of the answer, to which they
-        were appended. The KV of the others will be overwritten."""
+    def accept(self, chunk: Chunk, compared: int, accepted: int) -> None:
+        """Records that of an executed chunk's proposed tokens the first `compared` were compared with those chosen, and
+        the first `accepted` are the answer's, to which they were appended. The KV of the others will be overwritten."""
         sequence = chunk.sequence
         if self.speculator is not None and sequence.speculation is not None:
-            self.speculator.learn(sequence.speculation, len(chunk.proposed), accepted)
+            self.speculator.learn(sequence.speculation, len(chunk.proposed), compared, accepted)
         # The last token is computed in the next step, for its logits.
         sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
         self._commit(sequence)
         self._release_passed(sequence)
+        needed = blocks_for(len(sequence.tokens), self.block_tokens)
+        self.pool.release(sequence.blocks[needed:], sequence.hold)
+        del sequence.blocks[needed:]
 
     def _with_proposals(self, chunks: list[Chunk], speculator: Speculator) -> list[Chunk]:
-        """With the tokens that are left of the budget and the blocks that nobody waits for."""
-        room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
+        """With the tokens that are left of the budget, and blocks that nobody waits for. Without them, if proposing
+        fails."""
         able = [chunk for chunk in chunks if chunk.samples and chunk.sequence.takes_proposals]
-        if self._short_of_blocks or not able or room < 1:
+        tokens = sum(chunk.count for chunk in chunks)
+        step = Step(tokens, sum(chunk.samples for chunk in chunks), self.max_step_tokens - tokens)
+        if not able or step.room < 1:
             return chunks
-        candidates = []
-        for chunk in able:
-            sequence = chunk.sequence
-            length = len(sequence.tokens)
-            left = min(sequence.prompt_tokens + sequence.sampling.max_tokens, self.max_model_tokens) - length
-            assert sequence.speculation is not None
-            candidates.append(Candidate(sequence.speculation, sequence.tokens, left - 1))
-        step_tokens = sum(chunk.count for chunk in chunks)
-        found = {}
-        for chunk, tokens in zip(able, speculator.propose(candidates, step_tokens), strict=True):
-            if count := self._room_for_proposals(chunk.sequence, min(len(tokens), room)):
-                found[chunk.sequence] = tokens[:count]
-                room -= count
+        try:
+            proposals = speculator.propose([self._candidate(chunk.sequence) for chunk in able], step)
+        except Exception:
+            log.exception("a step has no proposals")
+            return chunks
+        found = {chunk.sequence: proposed for chunk, proposed in zip(able, proposals, strict=True) if proposed}
         return [
-            Chunk(each.sequence, each.start, each.count, each.samples, found.get(each.sequence, ())) for each in chunks
+            Chunk(each.sequence, each.start, each.count, each.samples, self._fitting(each.sequence, found))
+            if each.sequence in found
+            else each
+            for each in chunks
         ]
 
-    def _room_for_proposals(self, sequence: Sequence, count: int) -> int:
-        """Allocates blocks for `count` tokens after the last if a block for each running request stays; returns how
-        many fit."""
-        fresh = blocks_for(len(sequence.tokens) + count, self.block_tokens) - len(sequence.blocks)
+    def _candidate(self, sequence: Sequence) -> Candidate:
+        assert sequence.speculation is not None
+        last = min(sequence.prompt_tokens + sequence.sampling.max_tokens, self.max_model_tokens) - 1
+        return Candidate(sequence.speculation, sequence.tokens, last - len(sequence.tokens))
+
+    def _fitting(self, sequence: Sequence, found: Mapping[Sequence, tuple[int, ...]]) -> tuple[int, ...]:
+        """Allocates blocks for proposed tokens if a block for each running request stays; those that fit."""
+        proposed = found[sequence]
+        fresh = blocks_for(len(sequence.tokens) + len(proposed), self.block_tokens) - len(sequence.blocks)
         fresh = min(fresh, self.pool.available() - len(self._running))
         if fresh > 0:
             sequence.blocks += self.pool.acquire([], fresh, BlockHold.USE)
-        return min(count, len(sequence.blocks) * self.block_tokens - len(sequence.tokens))
+        return proposed[: len(sequence.blocks) * self.block_tokens - len(sequence.tokens)]
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
         """Allocates blocks for a running request's next `count` tokens; returns how many tokens fit.

@@ -74,7 +74,8 @@ class Sequence:
     @property
     def takes_proposals(self) -> bool:
         """Not before its first token: a prompt's chunk costs more, and may be exported."""
-        return self.speculation is not None and self.generated > 0 and not self.is_exporting
+        able = self.speculation is not None and not self.speculation.has_failed
+        return able and self.generated > 0 and not self.is_exporting
 
     @property
     def held_blocks(self) -> list[int]:

@@ -16,10 +16,10 @@ class Rate:
     accepted: float = 0.0
     refused: float = 0.0
 
-    def learn(self, proposed: int, accepted: int, kept: float) -> None:
-        """Of `proposed` tokens the first `accepted` were right. Those after the first wrong one say nothing."""
+    def learn(self, compared: int, accepted: int, kept: float) -> None:
+        """Of `compared` tokens the first `accepted` were right, and the next one, if there is one, was wrong."""
         self.accepted = self.accepted * kept + accepted
-        self.refused = self.refused * kept + (accepted < proposed)
+        self.refused = self.refused * kept + (accepted < compared)
 
     def value(self, prior: float, weight: float) -> float:
         return (self.accepted + prior * weight) / (self.accepted + self.refused + weight)
@@ -36,9 +36,9 @@ class Acceptance:
         of_all = self.of_matches.get(_bucket(match), Rate()).value(prior=0.6, weight=2.0)
         return own.value(prior=of_all, weight=_WEIGHT_OF_ALL)
 
-    def learn(self, own: Rate, match: int, proposed: int, accepted: int) -> None:
-        own.learn(proposed, accepted, _KEPT)
-        self.of_matches.setdefault(_bucket(match), Rate()).learn(proposed, accepted, _KEPT_OF_ALL)
+    def learn(self, own: Rate, match: int, compared: int, accepted: int) -> None:
+        own.learn(compared, accepted, _KEPT)
+        self.of_matches.setdefault(_bucket(match), Rate()).learn(compared, accepted, _KEPT_OF_ALL)
 
 
 def _bucket(match: int) -> int:

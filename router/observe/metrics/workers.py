@@ -132,13 +132,13 @@ def _work(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]
     )
     proposed = CounterMetricFamily(
         "tandem_worker_proposed_tokens",
-        "Tokens that were computed before they were chosen, accepted or refused.",
+        "Tokens that were computed before they were chosen.",
         labels=(*WORKER, "outcome"),
     )
     for labels, meters in metered:
         if meters.proposed_tokens:
             proposed.add_metric((*labels, "accepted"), meters.accepted_tokens)
-            proposed.add_metric((*labels, "refused"), meters.proposed_tokens - meters.accepted_tokens)
+            proposed.add_metric((*labels, "unused"), meters.proposed_tokens - meters.accepted_tokens)
         tokens.add_metric((*labels, "prefill"), meters.prefill_tokens)
         tokens.add_metric((*labels, "decode"), meters.decode_tokens)
         preemptions.add_metric(labels, meters.preemptions)

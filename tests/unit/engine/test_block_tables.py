@@ -48,8 +48,8 @@ PATHS: dict[str, Callable[[Path, Path], Rank]] = {
 def test_each_path_checks_its_tables(path: str, block: int, model_dir: Path, tmp_path: Path) -> None:
     rank = PATHS[path](model_dir, tmp_path / "r")
     before = rank.pool.tensor.clone()
-    bad = SequenceStep([1], 16, [3, block], samples=True, greedy=True)
-    good = SequenceStep([1], 3, [2], samples=True, greedy=True)
+    bad = SequenceStep([1], 16, [3, block], samples=1, greedy=True)
+    good = SequenceStep([1], 3, [2], samples=1, greedy=True)
     with pytest.raises(InternalError, match=f"to 1[56], got .*{block}"):
         rank.runner.launch(StepInput([good, bad], []))
     assert rank.pool.tensor.equal(before)

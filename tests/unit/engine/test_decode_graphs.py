@@ -164,7 +164,7 @@ class Twins:
     def difference(self, numbers: list[int], computed: list[int]) -> float:
         """Runs one step of these requests, of which `computed` tokens are in the pool."""
         sequences = [
-            SequenceStep([1 + number], start, [*range(12 * number, 12 * number + start // 16 + 1)], True)
+            SequenceStep([1 + number], start, [*range(12 * number, 12 * number + start // 16 + 1)], 1)
             for number, start in zip(numbers, computed, strict=True)
         ]
         assert self.recorded.runner.graphs is not None
@@ -265,8 +265,8 @@ def test_the_best_token_is_found_and_what_is_no_number_is_none() -> None:
     logits[4] = -torch.inf
     logits[5, 2] = 0.5
     greedy = [True, False, True, False, True, False]
-    steps = [SequenceStep([1], 4, [0], True, greedy=each) for each in greedy]
-    steps.insert(2, SequenceStep([1, 2], 4, [0], False))
+    steps = [SequenceStep([1], 4, [0], 1, greedy=each) for each in greedy]
+    steps.insert(2, SequenceStep([1, 2], 4, [0], 0))
     for best in (best_of(logits), best_of_any(logits, None)):
         output = launched(steps, logits, best, best, []).wait()
         assert output.tokens == [3, 7, None, None, None, 2]

@@ -81,12 +81,12 @@ def test_a_step_draws_what_is_drawn_and_copies_what_the_host_wants() -> None:
     logits[3, 8] = torch.nan  # of one that is drawn
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=6)
     steps = [
-        SequenceStep([1], 4, [0], True, greedy=True),
-        SequenceStep([1], 4, [0], True, draws=[draw_of(sampled, 7)]),
-        SequenceStep([1, 2], 4, [0], False),
-        SequenceStep([1], 4, [0], True),
-        SequenceStep([1], 4, [0], True, draws=[draw_of(sampled, 7)]),
-        SequenceStep([1], 4, [0], True, draws=[draw_of(replace(sampled, seed=5), 8)]),
+        SequenceStep([1], 4, [0], 1, greedy=True),
+        SequenceStep([1], 4, [0], 1, draws=[draw_of(sampled, 7)]),
+        SequenceStep([1, 2], 4, [0], 0),
+        SequenceStep([1], 4, [0], 1),
+        SequenceStep([1], 4, [0], 1, draws=[draw_of(sampled, 7)]),
+        SequenceStep([1], 4, [0], 1, draws=[draw_of(replace(sampled, seed=5), 8)]),
     ]
     best = best_of(logits)
     output = launched(steps, logits, best, best, []).wait()
@@ -164,7 +164,7 @@ def test_penalties_biases_and_logprobs_are_those_of_the_host(seed: int) -> None:
         expected.append(choose(row.numpy(), params, len(tokens), own.history(len(tokens))))
         lasts.append(tokens[-1])
         ahead = replace(own, tokens=[*tokens[:-1], 0] if generated else tokens, _history=None, _history_tokens=0)
-        steps.append(SequenceStep([1], 4, [0], True, draws=[next_draw(ahead)]))
+        steps.append(SequenceStep([1], 4, [0], 1, draws=[next_draw(ahead)]))
     output = launched(steps, logits, best_of(logits), torch.tensor(lasts), []).wait()
     assert output.tokens == [choice.token_id for choice in expected]
     for number, choice in enumerate(expected):
@@ -181,9 +181,7 @@ def test_the_logprob_of_a_token_that_was_decided_late_is_its_own() -> None:
     logits = torch.randn(1, 9001, generator=torch.Generator().manual_seed(8))
     params = SamplingParams(temperature=1.5, top_p=0.99, seed=4, logprobs=2)
     draw = replace_draw(draw_of(params, 6), logprobs=2)
-    output = launched(
-        [SequenceStep([1], 4, [0], True, draws=[draw])], logits, best_of(logits), best_of(logits), []
-    ).wait()
+    output = launched([SequenceStep([1], 4, [0], 1, draws=[draw])], logits, best_of(logits), best_of(logits), []).wait()
     expected = choose(logits[0].numpy(), params, 6)
     assert output.late == {0}
     assert output.tokens == [expected.token_id]

@@ -36,9 +36,7 @@ def through_kernels(x: Tensor) -> tuple[Tensor, Tensor]:
     tokens = len(x)
     layout = KvPoolLayout(-(-tokens // SIZE), 1, 1, SIZE, DIM, "float8_e4m3")
     pool = torch.zeros(layout.shape, dtype=FP8)
-    sequences = [
-        SequenceStep(token_ids=[0], start=0, blocks=[block], samples=True) for block in range(layout.num_blocks)
-    ]
+    sequences = [SequenceStep(token_ids=[0], start=0, blocks=[block], samples=1) for block in range(layout.num_blocks)]
     attend = NativeStepAttention(Kernels(1), pool, layout, sequences, AttentionParams(1, 1.0, None, (None,)))
     rows = torch.zeros(layout.num_blocks, SIZE, DIM)
     rows.view(-1, DIM)[:tokens] = x

@@ -92,7 +92,7 @@ def test_followers_are_told_of_every_step_of_idleness_and_of_the_end() -> None:
     engine.step()
     engine.close()
     assert told[0] == HEARTBEAT
-    assert told[1].sequences == [SequenceStep([1, 2, 3], 0, [0], True, greedy=True)]
+    assert told[1].sequences == [SequenceStep([1, 2, 3], 0, [0], 1, greedy=True)]
     assert told[2] == STOP
 
 
@@ -109,7 +109,7 @@ def test_closing_after_the_followers_are_gone_is_quiet() -> None:
 
 def test_a_step_crosses_processes_unchanged() -> None:
     step = StepInput(
-        [SequenceStep([1, 2], 14, [7, 3], False), SequenceStep([9], 40, [1, 2, 4], True)],
+        [SequenceStep([1, 2], 14, [7, 3], 0), SequenceStep([9], 40, [1, 2, 4], 3)],
         [ExportRange("r", 2, (7, 3), 5, in_cache=True, is_last=False)],
     )
     copying = StepInput([], [], copies=BlockCopies([3], [0], [1, 2], [3, 4]))

@@ -40,7 +40,7 @@ class Attended:
         self.rows = [self.random(sum(len(each.token_ids) for each in steps)) for steps in (self.prefixes, self.steps)]
 
     def step(self, number: int, start: int, count: int) -> SequenceStep:
-        return SequenceStep(token_ids=[0] * count, start=start, blocks=self.tables[number], samples=True)
+        return SequenceStep(token_ids=[0] * count, start=start, blocks=self.tables[number], samples=1)
 
     def random(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         heads = (self.terms.heads, self.layout.kv_heads, self.layout.kv_heads)

@@ -152,7 +152,7 @@ def logits(folder: Path, tp: TensorParallel, weights: Weights, *, by_torch: bool
     model = load_model(folder, config, tp, "cpu", torch.float32, matrix=matrix)
     layout = KvPoolLayout(8, config.layers, config.rank_kv_heads(tp.size), 16, config.head_dim, "float32")
     prompt = random_prompt(60, VOCAB)
-    step = SequenceStep(token_ids=prompt, start=0, blocks=[5, 2, 7, 1], samples=True)
+    step = SequenceStep(token_ids=prompt, start=0, blocks=[5, 2, 7, 1], samples=1)
     with torch.inference_mode():
         attend = NativeStepAttention(kernels, torch.zeros(layout.shape), layout, [step], model.attention)
         return model.forward(torch.tensor(prompt), torch.arange(60), torch.arange(60), attend)

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.engine.api import ExportRange
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank
+from tandem.engine.output import Launched
+from tandem.engine.step import StepInput
 from tandem.grammar.constraint import json_schema
 from tandem.request import FinishReason, SamplingParams
-from tandem.speculation.speculator import Candidate, Speculator
+from tandem.speculation.speculator import Candidate, Speculator, Step
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference, write_family
@@ -39,9 +42,13 @@ class Scripted(Speculator):
         self._draw = random.Random(seed)
         self.steps = 0
 
-    def propose(self, candidates: Iterable[Candidate], step_tokens: int) -> list[tuple[int, ...]]:
+    def propose(self, candidates: Sequence[Candidate], step: Step) -> list[tuple[int, ...]]:
         self.steps += 1
-        return [self._proposed(each) for each in candidates]
+        proposals, room = list[tuple[int, ...]](), step.room
+        for each in candidates:
+            proposals.append(self._proposed(each)[:room])
+            room -= len(proposals[-1])
+        return proposals
 
     def _proposed(self, candidate: Candidate) -> tuple[int, ...]:
         length = len(candidate.tokens)
@@ -277,3 +284,32 @@ def test_a_grammar_refuses_what_it_would_without_proposals(tmp_path: Path, seed:
     speculator = Scripted(texts(requests, expected), seed)
     assert answers(scripted(engine("b", speculation="lookup"), speculator)) == expected
     assert speculator.accepted > 0
+
+
+def test_a_step_that_fails_with_proposals_runs_without_and_ends_nobody(
+    make: Callable[..., Rank], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when many rows of logits do not fit."""
+    rank = make(speculation="lookup")
+    launch = rank.runner.launch
+
+    def failing(step: StepInput) -> Launched | None:
+        if any(each.samples > 1 for each in step.sequences):
+            raise torch.OutOfMemoryError("allocate memory")
+        return launch(step)
+
+    monkeypatch.setattr(rank.runner, "launch", failing)
+    requests = {str(n): (prompt(n), GREEDY) for n in (16, 40)}
+    expected = {name: reference.answer(tokens, sampling) for name, (tokens, sampling) in requests.items()}
+    assert run(scripted(rank.engine, Scripted(texts(requests, expected))), requests) == expected
+
+
+def test_blocks_that_handoffs_hold_teach_nothing(make: Callable[..., Rank]) -> None:
+    """A step in which nothing can run, before the first that decodes."""
+    driver = EngineDriver(make(kv_blocks=8, speculation="lookup").engine)
+    driver.engine.reserve(make_request("leased", prompt(100), GREEDY))
+    driver.add("waits", prompt(90), GREEDY)
+    driver.take(driver.engine.step())
+    driver.engine.cancel("leased")
+    driver.run()
+    assert driver.ends["waits"] is FinishReason.LENGTH

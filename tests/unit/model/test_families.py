@@ -39,7 +39,7 @@ def logits(folder: Path, tp: TensorParallel) -> Tensor:
     rows: list[Tensor] = []
     with torch.inference_mode():
         for start, end in ((0, 40), (40, 99), (99, 100)):
-            sequence = SequenceStep(token_ids=PROMPT[start:end], start=start, blocks=BLOCKS, samples=True)
+            sequence = SequenceStep(token_ids=PROMPT[start:end], start=start, blocks=BLOCKS, samples=1)
             attend = StepAttention(pool.tensor, layout, [sequence], model.attention)
             places = torch.arange(start, end)
             rows.append(model.forward(torch.tensor(PROMPT[start:end]), places, places - start, attend))

@@ -48,7 +48,7 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Clus
     await bare.list_workers(bare.prefill, bare.decode)
     metric = bare.metric
     assert metric(f"tandem_worker_up{{{DECODE}}}") == 1
-    refused = 'tandem_worker_proposed_tokens_total{model="tiny",outcome="refused",role="decode",worker="d0"}'
+    refused = 'tandem_worker_proposed_tokens_total{model="tiny",outcome="unused",role="decode",worker="d0"}'
     assert metric(refused) == 2
     assert metric('tandem_worker_up{model="tiny",role="decode",worker="d1"}') == 0
     assert metric(f"tandem_worker_restarts_total{{{DECODE}}}") == 1

@@ -16,7 +16,7 @@ from tandem.request import SamplingParams
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.speculator import Candidate, Speculation, Speculator
+from tandem.speculation.speculator import Candidate, Speculation, Speculator, Step
 
 BLOCK = 4
 
@@ -32,8 +32,12 @@ class HalfRight(Speculator):
     def __init__(self) -> None:
         super().__init__(5)
 
-    def propose(self, candidates: Iterable[Candidate], step_tokens: int) -> list[tuple[int, ...]]:
-        return [self._proposed(each.tokens, min(each.most, len(each.tokens) % 6)) for each in candidates]
+    def propose(self, candidates: Iterable[Candidate], step: Step) -> list[tuple[int, ...]]:
+        proposals, room = list[tuple[int, ...]](), step.room
+        for each in candidates:
+            proposals.append(self._proposed(each.tokens, min(each.most, len(each.tokens) % 6))[:room])
+            room -= len(proposals[-1])
+        return proposals
 
     def _proposed(self, tokens: list[int], most: int) -> tuple[int, ...]:
         text = list(tokens)
@@ -200,7 +204,8 @@ class World:
                 break
             accepted += 1
         if chunk.proposed:
-            self.scheduler.accept(chunk, accepted)
+            self.scheduler.accept(chunk, min(len(chunk.proposed), accepted + 1), accepted)
+            assert len(sequence.blocks) <= -(-len(sequence.tokens) // BLOCK), "none is kept for refused tokens"
             self.check_content(sequence, sequence.computed)
         assert sequence.pending_tokens == 1
         if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:

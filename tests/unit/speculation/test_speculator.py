@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.speculation.acceptance import Acceptance, Rate
-from tandem.speculation.lookup import GRAM, TokenIndex
-from tandem.speculation.speculator import Candidate, Speculation, Speculator
+from tandem.speculation.lookup import GRAM, Found, TokenIndex
+from tandem.speculation.speculator import Candidate, Speculation, Speculator, Step
 from tandem.speculation.step_costs import StepCosts
 
 
@@ -19,7 +19,8 @@ from tandem.speculation.step_costs import StepCosts
 def test_what_is_found_followed_the_same_tokens_before(tokens: list[int], most: int) -> None:
     index = TokenIndex()
     for length in range(len(tokens) + 1):  # as an answer grows
-        found = index.find(tokens[:length], most)
+        index.extend(tokens[:length], 100)
+    found = index.find(tokens, most)
     ends = [place for place in range(GRAM, len(tokens)) if tokens[place - GRAM : place] == tokens[-GRAM:]]
     assert (found is not None) == bool(ends)
     if found is not None:
@@ -28,26 +29,49 @@ def test_what_is_found_followed_the_same_tokens_before(tokens: list[int], most: 
         assert any(
             tokens[place - match : place] == tokens[len(tokens) - match :]
             and tuple(tokens[place : place + most]) == found.tokens
+            and 0 < len(found.tokens) <= most
             for place in ends
         )
 
 
 def test_the_longest_match_counts_not_the_latest() -> None:
     tokens = [9, 8, 1, 2, 3, 50, 7, 1, 2, 3, 60, 8, 1, 2, 3]
-    found = TokenIndex().find(tokens, 2)
-    assert found is not None
-    assert (found.tokens, found.match) == ((50, 7), 4)
+    assert found_in(tokens, 2) == Found((50, 7), 4)
 
 
-def test_a_long_prompt_is_indexed_over_several_steps() -> None:
-    draw = random.Random(1)
-    tokens = [draw.randrange(1000) for _ in range(20_000)]
-    tokens += tokens[18_000:18_010]
+def found_in(tokens: list[int], most: int) -> Found | None:
     index = TokenIndex()
-    found = [index.find(tokens, 4) for _ in range(6)]
-    assert found[0] is None
-    assert found[-1] is not None
-    assert found[-1].tokens == tuple(tokens[18_010:18_014])
+    index.extend(tokens, len(tokens))
+    return index.find(tokens, most)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_a_loop_goes_on_as_far_as_asked(period: int) -> None:
+    tokens = [*range(period)] * (60 // period)
+    found = found_in(tokens, 8)
+    assert found is not None
+    assert found.tokens == tuple(([*range(period)] * 8)[:8])
+
+
+def test_long_prompts_are_indexed_over_several_steps_which_all_requests_share() -> None:
+    draw = random.Random(1)
+    by, step = speculator(0.010, 0.0001, 0.95), Step(3, 3, 100)
+    prompts = [[draw.randrange(1000) for _ in range(3000)] for _ in range(3)]
+    candidates = [Candidate(Speculation(), [*prompt, *prompt[2000:2010]], 4) for prompt in prompts]
+    lags = []
+    for _ in range(6):
+        proposals = by.propose(candidates, step)
+        lags.append(sum(each.state.index.lag(each.tokens) for each in candidates))
+    assert all(one - other <= 2048 for one, other in pairwise(lags))
+    assert lags[0] > lags[-1] == 0
+    assert proposals == [tuple(prompt[2010:2014]) for prompt in prompts]
+
+
+def test_a_request_whose_look_up_fails_goes_on_without() -> None:
+    by, step = speculator(0.010, 0.0001, 0.95), Step(2, 2, 100)
+    broken, well = Candidate(Speculation(), [*repeating(), -1, None, 2, 3], 8), Candidate(Speculation(), repeating(), 8)  # type: ignore[list-item]
+    assert [bool(each) for each in by.propose([broken, well], step)] == [False, True]
+    assert (broken.state.has_failed, well.state.has_failed) == (True, False)
 
 
 def test_costs_are_those_of_a_line() -> None:
@@ -69,20 +93,39 @@ def test_one_step_that_was_interrupted_does_not_count_in_full() -> None:
     assert 0.008 < fixed_s + token_s < 0.016
 
 
+def test_the_first_steps_and_empty_ones_do_not_count() -> None:
+    costs = StepCosts()
+    for tokens, seconds in ((0, 0.1), (1, 2.0), (8, 0.5), (2, 0.3), (0, 0.0)):
+        costs.learn(tokens, seconds)
+        assert costs.line() == (1.0, 1 / 16)
+    for tokens in (1, 2, 3) * 5:
+        costs.learn(tokens, 0.010 + 0.001 * tokens)
+    assert costs.line() == pytest.approx((0.010, 0.001), rel=0.05)
+
+
+def test_what_a_token_costs_is_remembered_while_steps_are_alike() -> None:
+    costs = StepCosts()
+    for tokens in (1, 2, 3, 4) * 20:
+        costs.learn(tokens, 0.001 + 0.009 * tokens)
+    for _ in range(500):
+        costs.learn(1, 0.010)
+    assert costs.line() == pytest.approx((0.001, 0.009), rel=0.2)
+
+
 def test_a_rate_is_first_that_of_all_and_then_its_own() -> None:
     acceptance, own = Acceptance(), Rate()
     for _ in range(50):
-        acceptance.learn(Rate(), 4, proposed=3, accepted=0)
+        acceptance.learn(Rate(), 4, compared=1, accepted=0)
     assert acceptance.of(own, 4) < 0.1
     for _ in range(20):
-        acceptance.learn(own, 4, proposed=3, accepted=3)
+        acceptance.learn(own, 4, compared=3, accepted=3)
     assert acceptance.of(own, 4) > 0.75
     assert acceptance.of(Rate(), 20) == pytest.approx(0.6)
 
 
 def speculator(fixed_s: float, token_s: float, chance: float) -> Speculator:
     found = Speculator(8)
-    for tokens in (1, 2, 4, 8) * 20:
+    for tokens in (1, 1, 1, *(1, 2, 4, 8) * 20):
         found.costs.learn(tokens, fixed_s + token_s * tokens)
     accepted = round(chance * 100)
     for number in range(400):
@@ -97,7 +140,7 @@ def repeating() -> list[int]:
 def proposed(by: Speculator, requests: int) -> int:
     tokens = repeating()
     candidates = [Candidate(Speculation(), tokens, 8) for _ in range(requests)]
-    return sum(map(len, by.propose(candidates, step_tokens=requests)))
+    return sum(map(len, by.propose(candidates, Step(requests, requests, 10_000))))
 
 
 @pytest.mark.parametrize(("chance", "at_least", "at_most"), [(0.95, 8, 8), (0.5, 2, 5), (0.02, 0, 0)])
@@ -122,5 +165,23 @@ def test_where_nothing_pays_one_token_is_tried_now_and_then() -> None:
 def test_nothing_is_proposed_beyond_what_a_request_may_take() -> None:
     by = speculator(0.010, 0.0001, 0.95)
     for most in (-1, 0, 1, 3):
-        (found,) = by.propose([Candidate(Speculation(), repeating(), most)], step_tokens=1)
+        (found,) = by.propose([Candidate(Speculation(), repeating(), most)], Step(1, 1, 100))
         assert len(found) == max(0, most)
+
+
+def test_others_in_the_step_count_though_nothing_is_proposed_for_them() -> None:
+    by = speculator(0.010, 0.0005, 0.6)
+    alone, beside = (
+        sum(map(len, by.propose([Candidate(Speculation(), repeating(), 8)], Step(tokens, tokens, 100))))
+        for tokens in (1, 64)
+    )
+    assert alone > beside == 0
+
+
+def test_what_room_there_is_goes_to_the_likeliest() -> None:
+    by = speculator(0.010, 0.0001, 0.95)
+    unlikely, likely = Speculation(), Speculation()
+    for _ in range(9):
+        unlikely.rate.learn(1, 0, 0.9)
+    found = by.propose([Candidate(each, repeating(), 8) for each in (unlikely, likely)], Step(2, 2, 3))
+    assert [len(each) for each in found] == [0, 3]
