@@ -12,14 +12,14 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cluster.cli.admin_client import Admin, controller_at, fetch_status
+from cluster.cli.admin_client import TIMEOUT_S, Admin, NoController, controller_at
 from cluster.kubernetes import Pool
 from cluster.pod_arguments import add_pod_arguments, admin_of, kubernetes_of
 from cluster.tasks import count_failure, keep_running
@@ -27,7 +27,7 @@ from planner.pool_forecast import PoolSizes
 from tandem.config.spec import Role
 from tandem.errors import TandemError
 from tandem.text.words import plural
-from tandem.v1 import cluster_pb2
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Pools(Protocol):
 
 
 class Cluster(Protocol):
-    """Implemented by `AdminCluster`. Both raise TandemError."""
+    """Implemented by `AdminCluster`. Both raise TandemError, and NoController if none answers."""
 
     async def status(self) -> cluster_pb2.ClusterStatus: ...
     async def scale(self, model: str, wanted: Wanted) -> None: ...
@@ -65,12 +65,25 @@ class AdminCluster:
         self._admin = admin
 
     async def status(self) -> cluster_pb2.ClusterStatus:
-        return await fetch_status(self._admin)
+        async with self._controller() as stub:
+            return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
 
     async def scale(self, model: str, wanted: Wanted) -> None:
         prefill, decode = wanted
-        async with controller_at(self._admin) as stub:  # without a deadline: a worker may take long to start
+        async with self._controller() as stub:  # without a deadline: a worker may take long to start
             await stub.Scale(cluster_pb2.ScaleRequest(model=model, prefill=prefill, decode=decode))
+
+    @asynccontextmanager
+    async def _controller(self) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+        """Its errors are read on a Pool, which has no flags."""
+        try:
+            async with controller_at(self._admin) as stub:
+                yield stub
+        except NoController:
+            hint = "" if self._admin.tls is None else ", and does it accept this certificate (tls.internal)"
+            raise NoController(
+                f"no controller answers at {self._admin.address}: is the head pod ready{hint}?"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,8 @@ class Change:
 
 
 class ScaleAdapter:
-    """`on_round(True)`: Pools and cluster could be read; `on_round(False)`: not."""
+    """`on_look()`: it has asked for the Pools. `on_round(True)`: Pools and cluster could be read, `on_round(False)`:
+    not."""
 
     def __init__(
         self,
@@ -150,12 +164,14 @@ class ScaleAdapter:
         cluster: Cluster,
         poll_s: float = POLL_S,
         settle_s: float = SETTLE_S,
+        on_look: Callable[[], None] = lambda: None,
         on_round: Callable[[bool], None] = lambda could_read: None,
     ) -> None:
         self._pools = pools
         self._cluster = cluster
         self._poll_s = poll_s
         self._settle_s = settle_s
+        self._on_look = on_look
         self._on_round = on_round
         self._demands: dict[str, Demand] = {}
         self._changes: dict[str, Change] = {}
@@ -175,8 +191,10 @@ class ScaleAdapter:
 
     async def _round(self) -> bool:
         pools = await self._answer("Kubernetes", asyncio.to_thread(self._pools.pools))
+        self._on_look()
         if pools is None:
             return False
+        busy = set(self._changes)  # until a call ends, the status has the sizes it asks for, even if it is refused then
         status = await self._answer("controller", self._cluster.status())
         models = {} if status is None else {each.name: each for each in status.models}
         first: dict[tuple[str, Role], Pool] = {}
@@ -186,7 +204,8 @@ class ScaleAdapter:
             prefill, decode = first.get((name, Role.PREFILL)), first.get((name, Role.DECODE))
             if model.decode and (prefill or decode):
                 wanted = _replicas(prefill), _replicas(decode)
-                self._follow(name, wanted, PoolSizes(model.prefill, model.decode))
+                self._follow(name, wanted, PoolSizes(model.prefill, model.decode), name in busy)
+        busy |= self._changes.keys()
         for pool in pools:
             if status is None:
                 await self._report(pool, {}, Reason("ControllerAway", self._said["controller"]))
@@ -199,7 +218,7 @@ class ScaleAdapter:
                     "Duplicate", f"{other.name} is older and has the same model and role: delete one of them"
                 )
                 await self._report(pool, _counts(status, pool), reason)
-            else:
+            elif pool.model not in busy or pool.model in self._changes:  # else the status is of before the call's end
                 await self._adopt(pool, models[pool.model])
                 await self._report(pool, _counts(status, pool), self._reason(pool, models[pool.model]))
         return status is not None
@@ -210,13 +229,13 @@ class ScaleAdapter:
             replicas = _size(model, pool.role)
             await self._answer(f"{pool.name}'s spec", asyncio.to_thread(self._pools.set_replicas, pool, replicas))
 
-    def _follow(self, model: str, wanted: Wanted, asked: PoolSizes) -> None:
+    def _follow(self, model: str, wanted: Wanted, asked: PoolSizes, was_busy: bool) -> None:
         demand = self._demands.setdefault(model, Demand(self._settle_s))
         if (change := self._changes.get(model)) is not None:
             if change.is_obsolete(wanted):
                 log.info("%s: %s are no longer asked for", model, _shown(change.target))
                 change.task.cancel()
-        elif demand.is_due(wanted, asked, asyncio.get_running_loop().time()):
+        elif not was_busy and demand.is_due(wanted, asked, asyncio.get_running_loop().time()):
             if not demand.refusal:
                 log.info("%s: %s asked for", model, _shown(wanted))
             task = asyncio.create_task(self._scale(model, wanted, demand))
@@ -227,6 +246,8 @@ class ScaleAdapter:
         try:
             await self._cluster.scale(model, wanted)
             log.info("%s: %s reached", model, _shown(wanted))
+        except NoController as error:  # no refusal: it is asked again as soon as one answers
+            log.warning("%s: %s", model, error.message)
         except TandemError as error:
             demand.refused(error.message, asyncio.get_running_loop().time())
         except Exception as error:
@@ -331,15 +352,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 
-    def on_round(could_read: bool) -> None:
+    def touch(name: str) -> None:
         if given.probes is not None:
-            (given.probes / "alive").touch()
-            if could_read:
-                (given.probes / "ready").touch()
+            (given.probes / name).touch()
 
     try:
         cluster = AdminCluster(admin_of(given))
-        adapter = ScaleAdapter(kubernetes_of(given), cluster, given.poll, given.settle, on_round)
+        adapter = ScaleAdapter(
+            kubernetes_of(given),
+            cluster,
+            given.poll,
+            given.settle,
+            on_look=lambda: touch("alive"),
+            on_round=lambda could_read: touch("ready") if could_read else None,
+        )
     except TandemError as error:
         print(error.message, file=sys.stderr)
         return 1

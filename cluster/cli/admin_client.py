@@ -27,6 +27,10 @@ TIMEOUT_S = 10.0
 _NO_CONTROLLER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
 
 
+class NoController(UnavailableError):
+    """No controller answers at the address; it may be another process, or one that refuses the certificate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admin:
     """The address of a controller's admin port, and the certificates to use."""
@@ -70,14 +74,14 @@ def find_routed(cluster: str | None) -> ClusterState:
 
 
 async def fetch_status(admin: Admin) -> cluster_pb2.ClusterStatus:
-    """Raises the controller's error, or UnavailableError if it does not answer."""
+    """Raises the controller's error, or NoController."""
     async with controller_at(admin) as stub:
         return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
 
 
 @asynccontextmanager
 async def controller_at(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
-    """Raises the controller's error, or UnavailableError if it does not answer."""
+    """Raises the controller's error, or NoController."""
     async with admin.channel() as channel:
         try:
             yield cluster_pb2_grpc.ClusterStub(channel)
@@ -89,7 +93,7 @@ def controller_error(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
     if error.code() not in _NO_CONTROLLER or rpc_status.from_call(error) is not None:
         return error_from_rpc(error)
     hint = "does it accept this certificate" if admin.tls is not None else "without TLS (otherwise pass --tls)"
-    return UnavailableError(
+    return NoController(
         f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running, and "
         f"{hint}?",
         field="--address",

@@ -114,10 +114,10 @@ LIVE_EDITS = (
         ),
     ),
     Edit(
-        "`tls.edge.certManager`, `tls.internal.certManager`: issuer and names",
+        "`tls.edge.certManager`, `tls.internal.certManager` without `csi`: issuer, names, duration",
         (
             *_under("tls.edge", "certManager.dnsNames[0]=b.example.com certManager.issuerRef.name=a serverName=a"),
-            "tls.internal.certManager.issuerRef.name=a",
+            *_under("tls.internal.certManager", "issuerRef.name=a duration=24h"),
         ),
     ),
     Edit(
@@ -223,6 +223,11 @@ OTHER_EDITS = (
             "preStopSeconds=7",
             "terminationGracePeriodSeconds=90",
         ),
+    ),
+    Edit(
+        "`tls.internal.certManager.csi`, and with it the issuer and the duration",
+        _under("tls.internal.certManager", "csi=false issuerRef.name=a issuerRef.kind=ClusterIssuer duration=24h"),
+        "tls.internal.certManager.csi=true",
     ),
     Edit(
         "`global`, `imagePullSecrets`, `serviceAccount.name`, `podSecurityContext`, `securityContext`, "

@@ -63,7 +63,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{- /* The spec of such a pod. Only its container has the account's token. Args: (root, component, module, further arguments,
+{{- /* The spec of such a pod, which may be where the head may be. Only its container has the account's token. Args: (root, component, module, further arguments,
 resources, further fields of the container as YAML). */ -}}
 {{- define "tandem.apiClientPod" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
@@ -71,8 +71,9 @@ resources, further fields of the container as YAML). */ -}}
 serviceAccountName: {{ include "tandem.fullname" $root }}-{{ $component }}
 automountServiceAccountToken: false
 enableServiceLinks: false
+{{- $place := ternary $root.Values.node $root.Values.head $root.Values.node.onHead }}
 {{- range $key := list "nodeSelector" "tolerations" }}
-{{- with get $root.Values.head $key }}
+{{- with get $place $key }}
 {{ $key }}:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -273,7 +273,8 @@ look for one either. Args: (groups, pools). */ -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Each autoscaler's maximum must have room on the most nodes there may be, with the other pools at their least. Args: (root, groups). */ -}}
+{{- /* Each autoscaler's maximum must have room on the most nodes there may be, with the other pools at their least: something
+else may scale one that has none. Args: (root, groups). */ -}}
 {{- define "tandem.checkPoolAutoscalers" -}}
 {{- $root := index . 0 -}}{{- $scalers := include "tandem.poolAutoscalers" $root | fromJsonArray -}}
 {{- $gpus := 0 -}}{{- $names := list -}}
@@ -281,7 +282,7 @@ look for one either. Args: (groups, pools). */ -}}
 {{- $least := dict -}}
 {{- range $pool := include "tandem.pools" $root | fromJsonArray -}}
 {{- $model := index $root.Values.cluster.models ($pool.index | int) -}}
-{{- $workers := include "tandem.poolWorkers" (get $model $pool.role | default dict) -}}
+{{- $workers := ternary 0 1 (eq $pool.role "prefill") -}}
 {{- range $scalers }}{{ if eq .pool $pool.name }}{{ $workers = .minReplicas | default 1 }}{{ end }}{{ end -}}
 {{- $_ := set $least $pool.name (mulf (float64 $workers) (include "tandem.workerGpus" (list $model $pool.role) | float64)) -}}
 {{- end -}}

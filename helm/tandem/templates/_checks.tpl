@@ -35,6 +35,11 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- range $key := list "nodeSecret" "routerSecret" -}}
+{{- if and (get $.Values.tls.internal $key) (not $.Values.tls.internal.existingSecret) -}}
+{{- fail (printf "tls.internal.%s: expected none without tls.internal.existingSecret: cert-manager makes a certificate for each kind of pod (certManager.enabled), got %s" $key (get $.Values.tls.internal $key)) -}}
+{{- end -}}
+{{- end -}}
 {{- $transport := dig "transfer" "transport" "auto" .Values.cluster -}}
 {{- $tls := include "tandem.internalTls" . -}}
 {{- if and $tls (has $transport (list "nccl" "nixl" "process_group")) -}}

@@ -1,16 +1,17 @@
 {{- /* Node groups: `node` is the group `nodes`; those of nodeGroups have what they say, and otherwise what `node` says. */ -}}
 
-{{- /* The groups, as a JSON array of their values with `name`, `where` (the value to name in a message), `isUsed`, `pods` and `most`
+{{- /* The groups, as a JSON array of their values with `name`, `where` (the value to name in a message; `resourcesOf`: for its resources), `isUsed`, `pods` and `most`
 (the number of pods now and at most; with ray.autoscaling both are at most; with onHead the head pod is one of `nodes`). KubeRay
 keeps the pods of a group that is no longer there, so `nodes` always is. A template takes one in place of `node`. */ -}}
 {{- define "tandem.nodeGroups" -}}
 {{- $node := .Values.node -}}{{- $grows := .Values.ray.autoscaling.enabled -}}
 {{- $isUsed := or (gt ($node.replicas | int) 0) $node.onHead (and $grows (not .Values.nodeGroups)) -}}
-{{- $found := list (dict "name" "nodes" "where" "node" "onHead" $node.onHead "isUsed" $isUsed) -}}
+{{- $found := list (dict "name" "nodes" "where" "node" "resourcesOf" "node" "onHead" $node.onHead "isUsed" $isUsed) -}}
 {{- $names := list $node -}}
 {{- if not $isUsed }}{{ $_ := set (first $found) "minReplicas" 0 }}{{ $_ := set (first $found) "maxReplicas" 0 }}{{ end -}}
 {{- range $index, $group := .Values.nodeGroups -}}
-{{- $found = append $found (dict "name" $group.name "where" (printf "nodeGroups[%d]" $index) "onHead" false "isUsed" true) -}}
+{{- $where := printf "nodeGroups[%d]" $index -}}
+{{- $found = append $found (dict "name" $group.name "where" $where "resourcesOf" (ternary $where "node" (hasKey $group "resources")) "onHead" false "isUsed" true) -}}
 {{- $names = append $names $group -}}
 {{- end -}}
 {{- range $number, $group := $found -}}

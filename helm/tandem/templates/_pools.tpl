@@ -10,7 +10,8 @@
 {{- $found := list -}}{{- $names := list -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- $served := include "tandem.servedName" $model -}}
-{{- $short := regexReplaceAll "[^a-z0-9]+" (lower $served) "-" | trunc 40 | trimAll "-" | default "model" -}}
+{{- $short := regexReplaceAll "[^a-z0-9]+" (lower $served) "-" | trimAll "-" | default "model" -}}
+{{- if gt (len $short) 40 }}{{ $short = printf "%s-%s" (trunc 31 $short | trimSuffix "-") (sha256sum $served | trunc 8) }}{{ end -}}
 {{- if has $short $names -}}
 {{- fail (printf "cluster.models[%d].name: expected a name whose letters and digits differ from those of the other models, because scaleAdapter names objects by them, got %s" $index $served) -}}
 {{- end -}}
@@ -50,6 +51,9 @@
 {{- if and (eq $pool.model $model) (eq $pool.role $each.role) -}}
 {{- if has $pool.name $seen -}}
 {{- fail (printf "%s: expected one autoscaler for each pool, got another for %s of %s" $where $each.role $model) -}}
+{{- end -}}
+{{- if not (include "tandem.poolWorkers" (get (index $.Values.cluster.models ($pool.index | int)) $pool.role | default dict) | int) -}}
+{{- fail (printf "cluster.models[%d].%s.workers: expected at least 1 worker at the start with %s, because Kubernetes switches an autoscaler off at 0, got 0; or scale the pool by KEDA" ($pool.index | int) $pool.role $where) -}}
 {{- end -}}
 {{- $seen = append $seen $pool.name -}}
 {{- $found = append $found (merge (dict "pool" $pool.name "index" $pool.index "where" $where) $each) -}}

@@ -5,9 +5,15 @@ high: only what clearly has no room is refused. */ -}}
 Args: (root, source). */ -}}
 {{- define "tandem.weights" -}}
 {{- $source := index . 1 -}}
-{{- $name := lower (base $source) -}}
-{{- $count := regexFind "(^|[-_])[0-9]+(\\.[0-9]+)?[bmt]($|[-_.])" $name | trimAll "-_." -}}
-{{- $experts := regexFind "(^|[-_])[0-9]+x[0-9]+(\\.[0-9]+)?b($|[-_.])" $name | trimAll "-_." -}}
+{{- $name := lower (base $source) | replace "_" "-" -}}
+{{- /* 1-8b may be 1.8b; of several counts, some are of tokens or of a model that this one was made of. */ -}}
+{{- $count := "" -}}{{- $counted := 0.0 -}}
+{{- range regexFindAll "(^|-)[0-9]+(\\.[0-9]+|-[0-9])?[bmt]\\b" $name -1 -}}
+{{- $each := trimPrefix "-" . | replace "-" "." -}}
+{{- $number := mulf (regexFind "^[0-9.]+" $each | float64) (get (dict "m" 0.9e6 "b" 0.9e9 "t" 0.9e12) (regexFind "[bmt]$" $each)) -}}
+{{- if or (not $count) (lt $number $counted) }}{{ $count = $each }}{{ $counted = $number }}{{ end -}}
+{{- end -}}
+{{- $experts := regexFind "(^|-)[0-9]+x[0-9]+(\\.[0-9]+)?b\\b" $name | trimPrefix "-" -}}
 {{- $parameters := 0.0 -}}{{- $disk := 0.0 -}}{{- $how := "" -}}
 {{- with get (index . 0).Values.models.weights $source -}}
 {{- $disk = include "tandem.quantity" .size | float64 -}}
@@ -21,7 +27,7 @@ Args: (root, source). */ -}}
 {{- $parameters = mulf (regexFind "^[0-9]+" $experts | float64) (regexFind "[0-9.]+b$" $experts | trimSuffix "b" | float64) 0.6e9 -}}
 {{- $how = printf "%s in its name" $experts -}}
 {{- else if $count -}}
-{{- $parameters = mulf (regexFind "^[0-9.]+" $count | float64) (get (dict "m" 0.9e6 "b" 0.9e9 "t" 0.9e12) (regexFind "[bmt]$" $count)) -}}
+{{- $parameters = $counted -}}
 {{- $how = printf "%s in its name" $count -}}
 {{- end -}}
 {{- $disk = maxf $disk (mulf 2.0 $parameters) -}}
@@ -64,7 +70,7 @@ Args: (root, source). */ -}}
 {{- range $group := include "tandem.usedGroups" . | fromJsonArray -}}
 {{- $root := set (omit $ "Values") "Values" (set (omit $.Values "node") "node" $group) -}}
 {{- $component := ternary "head" "node" $group.onHead -}}
-{{- $pods = append $pods (dict "where" $group.where "resources" $group.resources "root" $root "component" $component) -}}
+{{- $pods = append $pods (dict "where" $group.resourcesOf "resources" $group.resources "root" $root "component" $component) -}}
 {{- end -}}
 {{- range $pods -}}
 {{- $limit := include "tandem.ephemeralLimit" (prepend (include "tandem.podList" (list .root .component "containers") | fromYamlArray) (dict "resources" .resources)) -}}

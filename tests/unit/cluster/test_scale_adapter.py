@@ -14,8 +14,18 @@ import jsonschema
 import pytest
 import yaml
 
+from cluster.cli.admin_client import Admin, NoController
 from cluster.kubernetes import KubernetesApi
-from cluster.scale_adapter import FIRST_RETRY_S, LAST_RETRY_S, Change, Demand, ScaleAdapter, Wanted, main
+from cluster.scale_adapter import (
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
+    AdminCluster,
+    Change,
+    Demand,
+    ScaleAdapter,
+    Wanted,
+    main,
+)
 from cluster.testing.kubernetes_api import FakeKubernetes, Manifest, served
 from planner.pool_forecast import PoolSizes
 from router.testing.stub_worker import until
@@ -33,7 +43,8 @@ def strict(schema: Any) -> Any:
     return schema
 
 
-(VERSION,) = yaml.safe_load(RESOURCE.read_text())["spec"]["versions"]
+DEFINITION, *ACCESS = yaml.safe_load_all(RESOURCE.read_text())
+(VERSION,) = DEFINITION["spec"]["versions"]
 SCHEMA = strict(VERSION["schema"]["openAPIV3Schema"])
 SCHEMA["properties"] |= {"apiVersion": {}, "kind": {}, "metadata": {}}
 
@@ -249,6 +260,64 @@ async def test_a_size_that_is_refused_again_and_again_is_asked_for_ever_more_rar
     assert changed == [("False", "Refused", "no room")]
 
 
+class LateStatus(FakeCluster):
+    """A status that is made while a call is under way arrives when that has ended."""
+
+    async def status(self) -> cluster_pb2.ClusterStatus:
+        made = await super().status()
+        if self.asked and self.held:
+            self.held.clear()
+            await asyncio.sleep(0.1)
+        return made
+
+
+async def test_a_status_of_before_a_refusal_is_taken_for_no_success() -> None:
+    cluster = LateStatus(tiny=(1, 1))
+    cluster.held.add("tiny")
+    cluster.error = ConfigError("no room")
+    seen: list[str] = []
+    with kubernetes(pool("d", "decode", replicas=2)) as (api, client):
+        async with adapting(client, cluster, on_round=lambda _: seen.append(condition(api, "d")[1])):
+            await until(lambda: "Refused" in seen)
+            await asyncio.sleep(0.2)
+    assert len(cluster.asked) == 1, "it is not asked again at once"
+    assert "Scaled" not in seen
+    assert set(seen[seen.index("Refused") :]) == {"Refused"}
+
+
+async def test_a_call_that_loses_its_controller_is_no_refusal_and_made_again() -> None:
+    cluster = FakeCluster(tiny=(1, 1))
+    cluster.held.add("tiny")
+    seen: list[str] = []
+    with kubernetes(pool("d", "decode", replicas=2)) as (api, client):
+        async with adapting(client, cluster, on_round=lambda _: seen.append(condition(api, "d")[1])):
+            await until(lambda: bool(cluster.asked))
+            cluster.away, cluster.error = "no controller answers", NoController("no controller answers")
+            cluster.held.clear()
+            await until(lambda: cluster.sizes["tiny"] == (1, 1) and condition(api, "d")[1] == "ControllerAway")
+            cluster.away, cluster.error = "", None
+            await until(settled(api, "d", 2))
+    assert "Refused" not in seen
+    assert cluster.asked == [("tiny", (None, 2))] * 2
+
+
+async def test_a_head_that_is_away_is_told_in_words_of_a_release() -> None:
+    cluster = AdminCluster(Admin("127.0.0.1:1"))
+    with pytest.raises(NoController, match=r"^no controller answers at 127.0.0.1:1: is the head pod ready\?$"):
+        await cluster.status()
+    with pytest.raises(NoController, match=r"^no controller answers"):
+        await cluster.scale("tiny", (None, 2))
+
+
+async def test_it_is_alive_when_it_has_asked_for_the_pools() -> None:
+    """However long its round takes, with a head that answers late or many Pools to write."""
+    cluster, looks = FakeCluster(tiny=(1, 1)), list[str]()
+    with kubernetes(pool("d", "decode")) as (api, client):
+        async with adapting(client, cluster, on_look=lambda: looks.append(condition(api, "d")[1])):
+            await until(lambda: len(looks) > 1)
+    assert looks[0] == "", "before anything is written"
+
+
 async def test_a_bug_in_a_call_is_a_refusal_and_not_the_end() -> None:
     cluster = FakeCluster(tiny=(1, 1))
     cluster.error = RuntimeError("unexpected")
@@ -277,7 +346,7 @@ async def test_a_head_that_is_away_is_told_once_and_waited_for(caplog: pytest.Lo
     with kubernetes(pool("d", "decode")) as (api, client):
         async with adapting(client, cluster, on_round=rounds.append):
             await until(settled(api, "d", 2))
-            cluster.away = "--address: no controller answers"
+            cluster.away = "no controller answers"
             api.scale("d", 1)
             await until(lambda: condition(api, "d") == ("False", "ControllerAway", cluster.away))
             await asyncio.sleep(0.1)

@@ -153,6 +153,11 @@ def test_where_the_platform_chooses_the_group_the_driver_is_not_told_one(render:
             f"{CSI},tls.internal.existingSecret=s",
             "tls.internal: expected existingSecret or certManager.enabled, got both",
         ),
+        *(
+            (f"{given}tls.internal.{key}=s", f"tls.internal.{key}: expected none without tls.internal.existingSecret")
+            for given in (f"{ISSUER},", "")
+            for key in ("nodeSecret", "routerSecret")
+        ),
         (
             f"{ISSUER},tls.internal.certManager.issuerRef.kind=AWSPCAIssuer",
             "tls.internal.certManager.issuerRef.group: expected the API group of kind AWSPCAIssuer",

@@ -10,12 +10,11 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 
 from cluster.kubernetes import ACCOUNT, KubernetesApi, Pool
 from tandem.config.spec import ModelSpec
 from tandem.rpc.identity import Identity
-from tests.unit.cluster.test_scale_adapter import RESOURCE, SCHEMA
+from tests.unit.cluster.test_scale_adapter import ACCESS, DEFINITION, SCHEMA
 from tests.unit.deploy.test_chart import cluster_spec, container_of
 from tests.unit.deploy.test_chart_objects import NEWEST, OLDEST
 from tests.unit.deploy.test_chart_routers import selects
@@ -35,7 +34,7 @@ def pools_of(manifests: Manifests) -> list[Manifest]:
 
 
 def test_the_resource_has_a_scale_subresource_that_kubernetes_takes() -> None:
-    resource = yaml.safe_load(RESOURCE.read_text())
+    resource = DEFINITION
     for version in (OLDEST, NEWEST):
         kubernetes_validate.validate(resource, version, strict=True)
     (version,) = resource["spec"]["versions"]
@@ -44,6 +43,47 @@ def test_the_resource_has_a_scale_subresource_that_kubernetes_takes() -> None:
     for path in version["subresources"]["scale"].values():
         _, part, field = path.split(".")
         assert field in version["schema"]["openAPIV3Schema"]["properties"][part]["properties"]
+
+
+def test_the_roles_that_every_namespace_has_may_use_pools(render: Render) -> None:
+    """Whoever installs a release must have what the adapter's Role gives."""
+    edit, view = ACCESS
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    assert edit["metadata"]["labels"] == {f"{prefix}admin": "true", f"{prefix}edit": "true"}
+    assert view["metadata"]["labels"] == {f"{prefix}view": "true"}
+    for role in ACCESS:
+        for version in (OLDEST, NEWEST):
+            kubernetes_validate.validate(role, version, strict=True)
+    (may,), (may_read,) = edit["rules"], view["rules"]
+    assert {"pools", "pools/scale"} <= set(may["resources"])
+    assert may_read["verbs"] == ["get", "list", "watch"]
+    for rule in render(*SCALED)["Role", NAME]["rules"]:
+        assert all(set(rule[key]) <= set(may[key]) for key in rule)
+
+
+@pytest.mark.parametrize("named", ["cluster.models[0].name", "cluster.models[0].source"])
+def test_long_names_that_begin_alike_have_pools_of_their_own(render: Render, named: str) -> None:
+    long = "a-name-of-a-model-that-is-longer-than-forty-letters"
+    key = named.rpartition(".")[2]
+    models = f"cluster.models[0].{key}={long}-a,cluster.models[1].{key}={long}-b,node.resources.requests.cpu=4"
+    names = [each["metadata"]["name"] for each in pools_of(render(*ONE_POD, "--set", models))]
+    assert len(set(names)) == 4
+    for name in names:
+        assert name.startswith("test-tandem-a-name-of-a-model-that-is-longe-")
+        assert len(name) <= len("test-tandem-") + 40 + len("-prefill")
+
+
+def test_the_adapter_may_be_where_the_head_may_be(render: Render) -> None:
+    place = {"nodeSelector": {"pool": "llm"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+
+    def placed(value: str, *arguments: str) -> dict[str, Any]:
+        settings = (part for key in place for part in ("--set-json", f"{value}.{key}={json.dumps(place[key])}"))
+        pod = render(*arguments, *settings)["Deployment", NAME]["spec"]["template"]["spec"]
+        return {key: pod[key] for key in place if key in pod}
+
+    assert placed("node", *ONE_POD) == place, "the head pod is a node"
+    assert placed("node", *SCALED) == {}
+    assert placed("head", *SCALED) == place
 
 
 def test_each_model_and_role_has_a_pool_without_a_size(render: Render) -> None:
@@ -155,8 +195,9 @@ def test_an_autoscaler_and_a_scaled_object_drive_the_pools_of_the_example(render
     assert scaler["scaleTargetRef"] == target | {"name": by_role["decode"]}
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 12)
     assert scaler["behavior"]["scaleDown"] == {"stabilizationWindowSeconds": 600}
-    scaled = manifests["ScaledObject", by_role["prefill"]]["spec"]
-    assert scaled["scaleTargetRef"] == target | {"name": by_role["prefill"]}
+    scaled = manifests["ScaledObject", by_role["prefill"]]
+    assert scaled["metadata"]["namespace"] == "serving"
+    assert scaled["spec"]["scaleTargetRef"] == target | {"name": by_role["prefill"]}
 
 
 def test_a_pod_of_ones_own_taste(render: Render) -> None:
@@ -195,20 +236,24 @@ VALUE = {"type": "Object", "object": {"target": {"type": "Value", "value": 1}}}
         (scaler(role="both"), "/scaleAdapter/autoscalers/0/role"),
         (scaler(minReplicas=0), "/scaleAdapter/autoscalers/0/minReplicas"),
         (f"{scaler()[:-1]},{scaler().partition('[')[2]}", "scaleAdapter.autoscalers[1]: expected one autoscaler"),
+        ('cluster.models=[{"prefill":{"workers":0}}]&' + scaler(role="prefill"),
+         "cluster.models[0].prefill.workers: expected at least 1 worker at the start with scaleAdapter.autoscalers[0]"),
         ('cluster.models=[{"name":"a.b"},{"name":"a-b"}]', "cluster.models[1].name: expected a name whose letters and"),
         ('scaleAdapter.pod.volumes=[{"name":"api-token"}]', "scaleAdapter.pod.volumes[0].name: expected another name"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(refusal: Callable[..., str], setting: str, said: str) -> None:
-    key, _, value = setting.partition("=")
-    value = value if value[0] in "[{tf" else json.dumps(value)
     plain = "cluster.security.allow_plaintext=true"  # not by --set, which helm reads last
-    given = ["scaleAdapter.enabled=true", plain, scaler(), f"{key}={value}"]
+    given = ["scaleAdapter.enabled=true", plain, scaler(), *setting.split("&")]
     assert said in refusal(*(part for each in given for part in ("--set-json", each)))
 
 
 def test_a_maximum_that_no_nodes_can_hold_is_refused(refusal: Callable[..., str], render: Render) -> None:
-    """16 GPUs, and the other pool has two at least."""
-    render(*SCALED, "--set", "scaleAdapter.autoscalers[0].role=decode", "--set-json", scaler(maxReplicas=14))
-    said = refusal(*SCALED, "--set-json", scaler(maxReplicas=15))
+    """16 GPUs. The other pool begins with several workers, but KEDA or a hand may leave prefill none and decode one."""
+    render(*SCALED, "--set-json", scaler(maxReplicas=16))
+    render(*SCALED, "--set-json", scaler(maxReplicas=15, role="prefill"))
+    said = refusal(*SCALED, "--set-json", scaler(maxReplicas=17))
     assert "scaleAdapter.autoscalers[0].maxReplicas: expected at most what the nodes can hold (16 GPUs" in said
+    assert "beside the other pools' least (1 GPUs)" in refusal(
+        *SCALED, "--set-json", scaler(maxReplicas=16, role="prefill")
+    )

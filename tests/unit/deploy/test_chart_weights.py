@@ -37,6 +37,8 @@ def weights(name: str, size: str) -> str:
         ("org/Qwen3-30B-A3B", "50.3Gi"),
         ("mistralai/Mixtral-8x7B-v0.1", "62.6Gi for mistralai/Mixtral-8x7B-v0.1 (8x7b in its name)"),
         ("org/huge-1t", "1676.4Gi"),
+        ("org/Qwen2-57B-A14B", "95.6Gi"),
+        ("org/qwen2-5-32-5b", "54.5Gi for org/qwen2-5-32-5b (32.5b in its name)"),
     ],
 )
 def test_a_model_too_large_for_the_default_volume_is_refused(
@@ -55,6 +57,10 @@ def test_a_model_too_large_for_the_default_volume_is_refused(
         "org/llama-3.2-3b-instruct",
         "org/gemma-270m",
         "org/A22B",
+        "org/qwen2-5-1-5b-instruct",
+        "org/internlm2-1_8b",
+        "org/ft-10b-tokens-smollm2-135m",  # the least of several counts
+        "org/distilled_from_70b_3b",
     ],
 )
 def test_what_clearly_fits_or_is_not_known_renders(render: Render, name: str) -> None:
@@ -118,6 +124,11 @@ SIDECAR = "node.pod.containers[0].name=agent,node.pod.containers[0].resources.li
         (
             f"{SEVERAL},nodeGroups[0].name=a,nodeGroups[0].replicas=1,nodeGroups[0].resources.limits.ephemeral-storage=1Gi",
             "nodeGroups[0].resources",
+        ),
+        (
+            f"{SEVERAL},node.onHead=false,nodeGroups[0].name=a,nodeGroups[0].replicas=1,"
+            "node.resources.limits.ephemeral-storage=1Gi",
+            "node.resources",  # which the group takes
         ),
     ],
 )

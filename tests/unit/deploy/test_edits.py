@@ -19,6 +19,7 @@ from cluster.testing.chart_edits import (
     OTHER_GROUP,
     RECREATE,
     ROLLING,
+    SCALED,
     Edit,
     cell,
     outcome_of,
@@ -147,6 +148,32 @@ def test_one_pod_is_replaced_after_another_by_the_job_and_all_at_once_by_kuberay
 
     assert asyncio.run(least(RECREATE)) == 0
     assert asyncio.run(least(ROLLING)) == 2, "of a head and two nodes"
+
+
+ISSUED_BY_CSI = "tls.internal.certManager.csi=true"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "image.tag=v9",
+        "global.imageRegistry=r.example.com",
+        "imagePullSecrets[0].name=a",
+        "podAnnotations.a=b",
+        "podSecurityContext.runAsUser=7",
+        "securityContext.readOnlyRootFilesystem=false",
+        "tls.internal.certManager.enabled=false,tls.internal.existingSecret=a",
+        ISSUED_BY_CSI,
+        *(f"{ISSUED_BY_CSI},{each}" for each in ("tls.internal.certManager.duration=24h", "cluster.name=a")),
+        "head.nodeSelector.a=b",
+        "head.tolerations[0].key=a",
+        "node.onHead=true,node.nodeSelector.a=b",
+    ],
+)
+def test_what_the_page_says_replaces_the_adapters_pod_does(setting: str) -> None:
+    given = next((each for each in (ISSUED_BY_CSI, "node.onHead=true") if setting.startswith(f"{each},")), "")
+    before = ",".join(each for each in (BASES[RECREATE], SCALED, given) if each)
+    assert "scale" in outcome(rendered(before), rendered(f"{before},{setting}")).replaced
 
 
 LIVE = [(edit, base) for edit in EDITS if edit.is_live for base in edit.bases]
