@@ -306,7 +306,7 @@ class Scheduler:
         del sequence.blocks[needed:]
 
     def _with_proposals(self, chunks: list[Chunk], speculator: Speculator) -> list[Chunk]:
-        """With the tokens that are left of the budget, and blocks that nobody waits for. Without them, if proposing
+        """With what is left of the tokens, and of blocks beside one for each running request. Without, if proposing
         fails."""
         able = [chunk for chunk in chunks if chunk.samples and chunk.sequence.takes_proposals]
         tokens = sum(chunk.count for chunk in chunks)
