@@ -46,7 +46,7 @@ def test_the_resource_has_a_scale_subresource_that_kubernetes_takes() -> None:
 
 
 def test_the_roles_that_every_namespace_has_may_use_pools(render: Render) -> None:
-    """Whoever installs a release must have what the adapter's Role gives."""
+    """A person who installs a release needs the rights that the adapter's Role gives."""
     edit, view = ACCESS
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert edit["metadata"]["labels"] == {f"{prefix}admin": "true", f"{prefix}edit": "true"}
