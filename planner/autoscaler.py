@@ -19,7 +19,8 @@ from enum import StrEnum
 
 from planner.pool_forecast import Capability, Forecast, ModelLoad, PoolSizes, forecasts
 from tandem.config.autoscaler import AutoscalerSpec
-from tandem.config.spec import ClassSpec, ModelSpec
+from tandem.config.model import ModelSpec
+from tandem.config.router import ClassSpec
 
 GAIN = 0.85  # a change must reduce the pressure to at most this share
 STOP_MARGIN = 1.5  # a worker is stopped if the others could serve this multiple of the load
@@ -80,6 +81,8 @@ class ScalingLimits:
             )
             for pool, limits in zip(pools, (spec.prefill, spec.decode), strict=True)
         )
+        if model.no_prefill_workers is not None:
+            prefill = 0, 0
         return cls((least, max(least, most)), prefill, decode, model.can_change_roles)
 
     def allow(self, sizes: PoolSizes) -> bool:
@@ -171,6 +174,7 @@ class Autoscaler:
         self._backoff = 1.0
 
     def decide(self, seen: PoolObservation, now_s: float) -> ScalingDecision:
+        seen = replace(seen, capability=seen.capability.without_prompts(seen.sizes, seen.load))
         self._correct(seen)
         self._left = {
             sizes: left
@@ -220,9 +224,11 @@ class Autoscaler:
         headroom, limits = self._spec.headroom, self._limits
         if now.value > headroom:
             limit = now.value * GAIN
-            roles = self._best(seen, self._with_other_roles(seen.sizes))
-            if roles is not None and roles.value <= limit:
-                return ScalingAction.CHANGE_ROLES, roles
+            workers = seen.sizes.workers
+            for most in (max(1, workers // 4), workers):  # a better split may lie behind a worse one
+                roles = self._best(seen, self._with_other_roles(seen.sizes, most))
+                if roles is not None and roles.value <= limit:
+                    return ScalingAction.CHANGE_ROLES, roles
             more = self._with_more_workers(seen)
             if more is not None and more.value < now.value:
                 return ScalingAction.START, more
@@ -242,10 +248,10 @@ class Autoscaler:
                 break
         return found
 
-    def _with_other_roles(self, current: PoolSizes) -> Iterator[PoolSizes]:
+    def _with_other_roles(self, current: PoolSizes, most: int) -> Iterator[PoolSizes]:
+        """With up to `most` role changes."""
         if self._limits.can_change_roles:
-            step = max(1, current.workers // 4)
-            for prefill in range(current.prefill - step, current.prefill + step + 1):
+            for prefill in range(current.prefill - most, current.prefill + most + 1):
                 if prefill != current.prefill:
                     yield PoolSizes(prefill, current.workers - prefill)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -54,6 +54,7 @@ _SINGLE = {
     "requests_per_s": Unit.PER_SECOND,
     "prompt_tokens_per_s": Unit.PER_SECOND,
     "output_tokens_per_s": Unit.PER_SECOND,
+    "served_tokens_per_s": Unit.PER_SECOND,
     "hit_rate": Unit.SHARE,
     "requests": Unit.COUNT,
     "finished": Unit.COUNT,
@@ -67,8 +68,15 @@ METRICS = {f"{name}.{share}": Unit.SECONDS for name in _LATENCIES for share in _
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[MetricRow]:
     """Every metric that at least one of the two has."""
-    rows = [MetricRow(metric, unit, _number(a, metric), _number(b, metric)) for metric, unit in METRICS.items()]
-    return [row for row in rows if row.a is not None or row.b is not None]
+    return [MetricRow(metric, unit, *values) for metric, unit, values in side_by_side((a, b))]
+
+
+def side_by_side(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Unit, list[float | None]]]:
+    """Every metric that at least one of `results` has, and its values."""
+    for metric, unit in METRICS.items():
+        values = [_number(result, metric) for result in results]
+        if any(value is not None for value in values):
+            yield metric, unit, values
 
 
 def doubts(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from planner.shapes import DeviceShape, LinkShape, ModelShape, require_positive, require_share
 from tandem.errors import ConfigError
 
 
@@ -47,77 +48,6 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A whole decoder-only transformer, before tensor parallelism.
-
-    Args:
-        block_params: parameters of all transformer blocks, each used once per token.
-        head_params: parameters of the output projection, used for tokens to sample from.
-        heads: query heads. kv_heads: key and value heads; grouped-query attention has fewer.
-        weight_bytes, kv_bytes: bytes of one element.
-    """
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_params: int
-    head_params: int
-    weight_bytes: float = 2.0
-    kv_bytes: float = 2.0
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "layers", "heads", "kv_heads", "head_dim", "block_params", "weight_bytes", "kv_bytes")
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"heads: expected a multiple of kv_heads ({self.kv_heads}), got {self.heads}", field="heads"
-            )
-
-    @property
-    def kv_token_bytes(self) -> float:
-        """Bytes of KV cache per token, all layers: 2·L·Hkv·dh·bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
-
-    @property
-    def weights_bytes(self) -> float:
-        return (self.block_params + self.head_params) * self.weight_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceShape:
-    """One rank's device: its dense peaks, and the shares of them that kernels reach (MFU and MBU)."""
-
-    flops_per_s: float
-    memory_bytes_per_s: float
-    mfu: float = 1.0
-    mbu: float = 1.0
-    step_overhead_s: float = 0.0  # of every engine step
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "flops_per_s", "memory_bytes_per_s")
-        _require_share(self, "mfu", "mbu")
-        if not self.step_overhead_s >= 0:
-            raise ConfigError(
-                f"step_overhead_s: expected at least 0, got {self.step_overhead_s:g}", field="step_overhead_s"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class LinkShape:
-    """One direction of a link. `efficiency`: the share of the line rate that transfers reach."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-    efficiency: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "bytes_per_s")
-        _require_share(self, "efficiency")
-        if self.latency_s < 0:
-            raise ConfigError(f"latency_s: expected at least 0, got {self.latency_s:g}", field="latency_s")
-
-
-@dataclass(frozen=True, slots=True)
 class RooflineCostModel:
     """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly and
     all-reduce their partial sums twice per layer over `fabric` (None: at no cost)."""
@@ -129,7 +59,7 @@ class RooflineCostModel:
     fabric: LinkShape | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "tp")
+        require_positive(self, "tp")
 
     @property
     def fit_error(self) -> None:
@@ -137,32 +67,40 @@ class RooflineCostModel:
         return None
 
     def prefill_s(self, tokens: int, context: int) -> float:
-        """max of (2·P·n + 2·L·Hq·dh·(n² + 2·n·c))/F and (weights + KV)/BW; lm_head on the last token only."""
+        """max of 2·P·n/Fw + 2·L·Hq·dh·(n² + 2·n·c)/F and (weights + KV)/BW; lm_head on the last token only."""
         _require_count("tokens", tokens)
         _require_count("context", context)
         return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """max of (weights + s·kv)/BW and (2·P·B + 4·L·Hq·dh·s)/F, with s the context of the whole batch."""
+        """max of (weights + s·kv)/BW and 2·P·B/Fw + 4·L·Hq·dh·s/F, with s the context of the whole batch."""
         _require_count("batch", batch)
         _require_count("context_tokens", context_tokens)
         return self.step_s((), batch, context_tokens) if batch else 0.0
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
         """Adds up the work of prefill and decode; the weights are read once."""
-        model = self.model
-        attention = 2.0 * model.layers * model.heads * model.head_dim
-        flops = 2.0 * (model.block_params + model.head_params) * batch + 2.0 * attention * context_tokens
-        kv_tokens, tokens = context_tokens, batch
+        model, device = self.model, self.device
+        seen, tokens = model.seen_tokens(context_tokens, batch), batch
+        attention = model.decode_flops(seen)
         for count, context in prefills:
-            flops += 2.0 * model.block_params * count + 2.0 * model.head_params
-            flops += attention * (count * count + 2 * count * context)
-            kv_tokens += context + count
+            attention += model.prefill_flops(count, context)
+            seen += model.seen_tokens(context, 1) + count * model.layers
             tokens += count
-        moved = model.weights_bytes + kv_tokens * model.kv_token_bytes
-        compute_s = flops / (self.device.mfu * self.device.flops_per_s * self.tp)
-        memory_s = moved / (self.device.mbu * self.device.memory_bytes_per_s * self.tp)
-        return max(compute_s, memory_s) + self._all_reduce_s(tokens) + self.device.step_overhead_s
+        rows = batch + len(prefills)
+        # Ranks beyond the KV heads hold copies of them.
+        moved = model.weights_bytes + seen * model.kv_token_bytes / model.layers * max(1.0, self.tp / model.kv_heads)
+        products = 2.0 * (model.block_params * tokens + model.head_params * rows)
+        peak_s = products / (device.weight_flops_per_s or device.flops_per_s) + attention / device.flops_per_s
+        overhead_s = device.step_overhead_s + model.layers * device.layer_overhead_s + rows * device.row_overhead_s
+        if (experts := model.experts) is not None:
+            peak = device.expert_efficiency * (device.expert_flops_per_s or device.flops_per_s)
+            peak_s += experts.flops(tokens) / peak
+            moved += experts.read_bytes(tokens) / device.expert_efficiency
+            overhead_s += experts.layers * device.expert_overhead_s
+        compute_s = peak_s / (device.mfu * self.tp)
+        memory_s = moved / (device.mbu * device.memory_bytes_per_s * self.tp)
+        return max(compute_s, memory_s) + self._all_reduce_s(tokens) + overhead_s
 
     def transfer_s(self, num_bytes: int) -> float:
         """bytes/(eta·BW) + latency; 0 for 0 bytes."""
@@ -182,7 +120,8 @@ class RooflineCostModel:
         if self.tp == 1 or self.fabric is None:
             return 0.0
         model = self.model
-        crossing = 2 * (self.tp - 1) / self.tp * tokens * model.heads * model.head_dim * model.weight_bytes
+        hidden = model.hidden or model.heads * model.head_dim
+        crossing = 2 * (self.tp - 1) / self.tp * tokens * hidden * model.activation_bytes
         each_s = crossing / (self.fabric.efficiency * self.fabric.bytes_per_s) + self.fabric.latency_s
         return 2 * model.layers * each_s
 
@@ -197,7 +136,7 @@ class ConstrainedCostModel:
     mask_s_per_row: float
 
     def __post_init__(self) -> None:
-        _require_share(self, "share")
+        require_share(self, "share")
         if not self.mask_s_per_row >= 0:
             raise ConfigError(
                 f"mask_s_per_row: expected at least 0, got {self.mask_s_per_row:g}", field="mask_s_per_row"
@@ -221,18 +160,28 @@ class ConstrainedCostModel:
         return self.base.transfer_s(num_bytes)
 
 
-def _require_positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not value > 0:
-            raise ConfigError(f"{name}: expected more than 0, got {value:g}", field=name)
+@dataclass(frozen=True, slots=True)
+class StretchedCostModel:
+    """Steps that take `factor` times as long; transfers as `base` says."""
 
+    base: CostModel
+    factor: float
 
-def _require_share(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not 0 < value <= 1:
-            raise ConfigError(f"{name}: expected a share above 0 and at most 1, got {value:g}", field=name)
+    @property
+    def fit_error(self) -> float | None:
+        return self.base.fit_error
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self.factor * self.base.prefill_s(tokens, context)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.factor * self.base.decode_step_s(batch, context_tokens)
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        return self.factor * self.base.step_s(prefills, batch, context_tokens)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return self.base.transfer_s(num_bytes)
 
 
 def _require_count(name: str, value: int) -> None:

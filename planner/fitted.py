@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.cost import CostModel, LinkShape, PrefillWork
+from planner.acceptance import Acceptance
+from planner.cost import CostModel, PrefillWork
+from planner.shapes import LinkShape
 from planner.shared_host import HostCores
 from tandem.errors import ConfigError
 
@@ -232,6 +234,21 @@ def read_mask_s_per_row(path: Path) -> float | None:
     return found
 
 
+def read_acceptance(path: Path) -> Acceptance | None:
+    """Reads what speculation gave from a file of `write_measured`; None: it was not measured. Raises ConfigError."""
+    found = _json(path).get("acceptance")
+    try:
+        acceptance = None if found is None else Acceptance(**found)
+        is_possible = acceptance is None or acceptance.is_possible
+    except TypeError:
+        is_possible = False
+    if not is_possible:
+        raise ConfigError(
+            f"{path.name}: acceptance: expected chance, tokens and draft_share, got {found!r}", field="--cost"
+        )
+    return acceptance
+
+
 def read_host(path: Path) -> HostCores:
     """Reads the host from a file of `write_measured`. Raises ConfigError."""
     host = _json(path).get("host")
@@ -252,6 +269,7 @@ def write_measured(
     about: dict[str, str],
     host: HostCores | None = None,
     mask_s_per_row: float | None = None,
+    acceptance: Acceptance | None = None,
 ) -> None:
     """Writes the measurements, not the fit: `read_measured` fits them again."""
     entries = [
@@ -266,6 +284,7 @@ def write_measured(
     content: dict[str, Any] = {"about": about, "widths": entries}
     content |= {} if host is None else {"host": asdict(host)}
     content |= {} if mask_s_per_row is None else {"mask_s_per_row": mask_s_per_row}
+    content |= {} if acceptance is None else {"acceptance": asdict(acceptance)}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

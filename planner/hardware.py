@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost import ConstrainedCostModel, CostModel, RooflineCostModel
+from planner.acceptance import Acceptance
+from planner.cost import ConstrainedCostModel, CostModel, RooflineCostModel, StretchedCostModel
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
 from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
-from tandem.config.spec import ClusterSpec, ModelSpec, Role, RouterSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec, Role
+from tandem.config.router import RouterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
+from tandem.scheduler.batching import BatchRule
 
 MASK_S_PER_ROW = 10e-6  # without a measurement: of `structured.mask_p50_us`, two threads
+ROOFLINE_ERROR = 0.2  # of devices whose efficiencies are assumed: about that of H100 and H200 before theirs were fitted
 _ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a block is 1/32 of the mean prompt
 
 
@@ -21,7 +27,7 @@ _ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a bl
 class Hardware:
     """`measured`: cost models by TP width that replace the roofline model. `host`: the host that all workers share;
     None: each has its own hardware. `constrained`: the share of requests whose answers a grammar constrains, each row
-    of which takes `mask_s_per_row` more."""
+    of which takes `mask_s_per_row` more. `acceptance` None: no speculation."""
 
     model: PlannedModel
     device: DeviceSpec
@@ -29,11 +35,28 @@ class Hardware:
     host: HostCores | None = None
     constrained: float = 0.0
     mask_s_per_row: float = MASK_S_PER_ROW
+    acceptance: Acceptance | None = None
+    stretch: float = 1.0  # how many times as long as the cost model says steps take
 
     def cost(self, tp: int) -> CostModel:
         """Raises ConfigError when a measured model lacks this width."""
-        free = self._free_cost(tp)
-        return ConstrainedCostModel(free, self.constrained, self.mask_s_per_row) if self.constrained else free
+        cost = self._free_cost(tp)
+        if self.constrained:
+            cost = ConstrainedCostModel(cost, self.constrained, self.mask_s_per_row)
+        return cost if self.stretch == 1.0 else StretchedCostModel(cost, self.stretch)
+
+    @property
+    def roofline_error(self) -> float | None:
+        """Mean relative error of TPOT over published measurements; None: none were made."""
+        return self.device.cost_error if self.model.shape.experts is None else self.device.expert_cost_error
+
+    def cost_error(self, widths: Iterable[int]) -> float | None:
+        """Mean relative error of step times of workers so wide where they were held against measurements; None: not
+        known."""
+        if not self.measured:
+            return self.roofline_error or ROOFLINE_ERROR
+        errors = [self.measured[tp].fit_error for tp in widths]
+        return None if None in errors else max(error for error in errors if error is not None)
 
     def _free_cost(self, tp: int) -> CostModel:
         if self.measured:
@@ -43,9 +66,13 @@ class Hardware:
                     f"tp: expected a width at which the cost model was measured ({known}), got {tp}", field="tp"
                 )
             return self.measured[tp]
-        device = self.device
+        device, shape = self.device, self.model.shape
         return RooflineCostModel(
-            self.model.shape, device.shape(), device.link.shape(tp), tp, device.fabric.shape() if tp > 1 else None
+            shape,
+            device.shape(shape.weight_bytes, shape.experts.weight_bytes if shape.experts else shape.weight_bytes),
+            device.link.shape(tp),
+            tp,
+            device.fabric.shape() if tp > 1 else None,
         )
 
     def widths(self) -> list[int]:
@@ -54,27 +81,27 @@ class Hardware:
         known = sorted(self.measured) if self.measured else [1 << power for power in range(most.bit_length())]
         return [tp for tp in known if tp <= most and self.model.fits_tp(tp) and self.kv_tokens(tp) > 0]
 
-    def kv_rank_bytes(self, *widths: int) -> float:
-        """Memory of each rank for KV. It is the same for both roles, so the narrowest width decides."""
-        return self.device.memory_bytes * self.device.memory_share - self.model.weights_bytes / min(widths)
+    def kv_rank_bytes(self, tp: int) -> float:
+        """Memory of each rank of a worker for KV."""
+        return self.device.memory_bytes * self.device.memory_share - self.model.resident_bytes / tp
 
     def kv_tokens(self, tp: int, rank_bytes: float | None = None) -> int:
         """Tokens that the KV pool of one worker holds; `rank_bytes` None: all memory left. With more ranks than KV
         heads, ranks keep copies."""
         memory = tp * (self.kv_rank_bytes(tp) if rank_bytes is None else rank_bytes)
-        copies = max(1, tp / self.model.kv_heads)
+        copies = max(1, tp / self.model.shape.kv_heads)
         return max(0, int(memory / (self.model.shape.kv_token_bytes * copies)))
 
-    def pool(self, workers: int, tp: int, rank_bytes: float | None = None) -> PoolSetup:
+    def pool(self, workers: int, tp: int) -> PoolSetup:
         """Raises ConfigError when the weights leave no memory for KV."""
-        tokens = self.kv_tokens(tp, rank_bytes)
+        tokens = self.kv_tokens(tp)
         if tokens == 0:
-            need = self.model.weights_bytes / (self.device.memory_bytes * self.device.memory_share)
+            need = self.model.resident_bytes / (self.device.memory_bytes * self.device.memory_share)
             raise ConfigError(
                 f"tp: expected more ranks than {tp}: {self.model.name} needs more than {need:.1f} x {self.device.name}",
                 field="tp",
             )
-        return PoolSetup(workers, tp, self.cost(tp), tokens)
+        return PoolSetup(workers, tp, self.cost(tp), tokens, acceptance=self.acceptance)
 
 
 def setup_of_spec(
@@ -86,21 +113,25 @@ def setup_of_spec(
     model = spec.models[0]
     check_one_cost(model)
     engine = model.engine_of(Role.DECODE)
-    hardware = replace(hardware, device=hardware.device.shared(engine.device_share))
+    hardware = replace(
+        hardware, device=hardware.device.shared(engine.device_share), model=_in_formats_of(engine, hardware.model)
+    )
 
     def pool(role: Role) -> PoolSetup:
         name, wanted, engine = role.value, model.pool(role), model.engine_of(role)
         if not hardware.model.fits_tp(wanted.tp):
-            fitting = ", ".join(str(tp) for tp in range(1, hardware.model.heads + 1) if hardware.model.fits_tp(tp))
+            fitting = ", ".join(map(str, hardware.model.fitting_tps()))
             raise ConfigError(
                 f"{name}.tp: expected one of {fitting} for {hardware.model.name}, got {wanted.tp}", field=f"{name}.tp"
             )
         found = hardware.pool(wanted.workers, wanted.tp)
+        kv_tokens = hardware.kv_tokens(wanted.tp, engine.kv_memory_bytes)
         return replace(
             found,
-            kv_tokens=found.kv_tokens if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens,
+            kv_tokens=kv_tokens if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens,
             max_running_requests=engine.max_running_requests,
             max_step_tokens=engine.max_step_tokens,
+            batches=BatchRule.of(engine),
         )
 
     setup = make_setup(
@@ -119,6 +150,17 @@ def setup_of_spec(
         can_change_roles=model.can_change_roles,
         device_share=engine.device_share,
     )
+
+
+def _in_formats_of(engine: EngineSpec, model: PlannedModel) -> PlannedModel:
+    """Weights and KV in the formats that the spec names; otherwise as they are."""
+    shape = model.shape
+    if engine.weights != "dense":
+        size = 0.625 if engine.weights == "int4" else 1.0
+        shape = replace(shape, weight_bytes=size, experts=shape.experts and replace(shape.experts, weight_bytes=size))
+    if engine.kv_dtype != "auto":
+        shape = replace(shape, kv_bytes=1.0)
+    return replace(model, shape=shape)
 
 
 def check_one_cost(model: ModelSpec) -> None:

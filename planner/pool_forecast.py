@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from router.policies.pace import START_PACE, Pace
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 
 HORIZON_S = 10.0  # how far ahead a growing or shrinking backlog is projected
 TAIL = math.log(10)  # 90 % of exponentially distributed waits are shorter than this many means
@@ -106,6 +106,14 @@ class Capability:
         if load.context_tokens <= 0:
             return float(self.max_running_requests)
         return max(1.0, min(self.max_running_requests, self.kv_tokens / load.context_tokens))
+
+    def without_prompts(self, sizes: PoolSizes, load: ModelLoad) -> Capability:
+        """Without prefill workers, TPOT was measured while decode workers computed all prompts too: without that
+        time. With prefill workers, how many prompts they computed is not known, and taken for none."""
+        if sizes.prefill:
+            return self
+        stretch = _stretch(_queue(sizes.decode, 1.0, load, self.decode, 0.0).utilisation)
+        return replace(self, decode=replace(self.decode, tpot_s=tuple(each / stretch for each in self.decode.tpot_s)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from planner.cost import DeviceShape, LinkShape
+from planner.shapes import DeviceShape, LinkShape
 from tandem.config.frozen import Frozen
 from tandem.errors import ConfigError
 
@@ -31,7 +31,14 @@ class DeviceSpec(Frozen):
     """One device and its connections."""
 
     name: str
-    flops_per_s: Positive = Field(description="Dense peak in the precision that is served.")
+    flops_per_s: Positive = Field(description="Dense peak of 16-bit products, or of those that the device serves.")
+    eight_bit_flops_per_s: Positive | None = Field(
+        None, description="Dense peak of products with weights of one byte; unset: flops_per_s."
+    )
+    four_bit_flops_per_s: Positive | None = Field(
+        None,
+        description="Likewise of half a byte (up to 0.6); unset: flops_per_s, to which weights are converted first.",
+    )
     memory_bytes_per_s: Positive
     memory_bytes: Positive
     element_bytes: Positive = Field(
@@ -43,6 +50,14 @@ class DeviceSpec(Frozen):
     mfu: Share = Field(1.0, description="Share of flops_per_s that prefill reaches.")
     mbu: Share = Field(1.0, description="Share of memory_bytes_per_s that decode reaches.")
     step_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    layer_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    row_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    expert_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    expert_efficiency: Share = Field(1.0, description="Share of mfu and mbu that the weights of experts reach.")
+    cost_error: Share | None = Field(
+        None, description="Mean relative error of TPOT over measurements that none of this was fitted to."
+    )
+    expert_cost_error: Share | None = Field(None, description="The same of models with experts.")
     memory_share: Share = Field(0.9, description="Share of memory_bytes for weights and KV; the rest is work space.")
     fabric: LinkSpec = Field(description="Link between the ranks of a worker.")
     link: LinkSpec = Field(description="Link of one device to other workers, which carries KV.")
@@ -56,11 +71,26 @@ class DeviceSpec(Frozen):
         transfers come one after the other."""
         if share == 1:
             return self
-        scaled = {name: getattr(self, name) * share for name in ("flops_per_s", "memory_bytes_per_s", "memory_bytes")}
+        names = (
+            "flops_per_s", "eight_bit_flops_per_s", "four_bit_flops_per_s", "memory_bytes_per_s", "memory_bytes"
+        )  # fmt: skip
+        scaled = {name: value * share for name in names if (value := getattr(self, name)) is not None}
         return self.model_copy(update={"name": f"{share:g} of {self.name}", **scaled})
 
-    def shape(self) -> DeviceShape:
-        return DeviceShape(self.flops_per_s, self.memory_bytes_per_s, self.mfu, self.mbu, self.step_overhead_s)
+    def shape(self, weight_bytes: float, expert_bytes: float) -> DeviceShape:
+        """For weights whose elements have so many bytes."""
+        return DeviceShape(
+            self.flops_per_s, self.memory_bytes_per_s, self.mfu, self.mbu, self.step_overhead_s,
+            self._products_per_s(weight_bytes), self.layer_overhead_s, self.row_overhead_s,
+            self._products_per_s(expert_bytes), self.expert_overhead_s, self.expert_efficiency,
+        )  # fmt: skip
+
+    def _products_per_s(self, weight_bytes: float) -> float | None:
+        """None: as of 16-bit products."""
+        if weight_bytes == 1.0:
+            return self.eight_bit_flops_per_s
+        is_four_bit = 0.5 <= weight_bytes < 0.6  # with the scales of their blocks: MXFP4 0.53, NVFP4 0.56
+        return self.four_bit_flops_per_s if is_four_bit else None
 
 
 def shipped_devices() -> tuple[str, ...]:

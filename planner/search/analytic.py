@@ -1,31 +1,39 @@
 """Bounds on a layout without a simulation: queues, bursts and cold caches can only make it worse.
 
-A layout that fails here fails in every simulation. The others are ranked by how close they are to their limits.
+What they rule out fails in every simulation. As many requests as the goal allows may miss their objectives, those that
+cost the most; the others must be served between the first arrival and the last one's objectives.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
 
-from planner.cost import CostModel
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import CostModel, PrefillWork
 from planner.hardware import Hardware
 from planner.search.layout import ClusterLayout
-from planner.search.traffic import TrafficShape
+from planner.shapes import ModelShape
 from planner.simulator.setup import Slo
+from planner.traces.hits import cached_tokens
+from planner.traces.trace import TrafficTrace
 
-_ROUNDS = 40
-TOLERANCE = 1.05  # the bounds are means, not percentiles: a layout slightly above a limit may still meet it
+TOLERANCE = 1.05  # contexts are means of requests that may be served
+SMALL_PROMPTS = (16, 128)  # tokens of prompts that share a step: attention costs them next to nothing
 
 
 class Limit(StrEnum):
     PREFILL_TIME = "prefill_time"  # an idle worker's time for a long prompt, over the TTFT objective
     PREFILL_LOAD = "prefill_load"  # prefill time needed, over the time of the workers
-    DECODE_STEP = "decode_step"  # the mean step, over the TPOT objective
-    DECODE_LOAD = "decode_load"  # requests that decode at a time, over max_running_requests
-    KV_MEMORY = "kv_memory"  # their KV, over the pool
+    DECODE_STEP = "decode_step"  # a step of one request, over the TPOT objective
+    DECODE_LOAD = "decode_load"  # tokens a second, over those of the largest batches within the TPOT objective
+    KV_MEMORY = "kv_memory"  # the same, where the KV pool limits the batches
     PROMPT_MEMORY = "prompt_memory"  # the KV of a long prompt, over one worker's pool
 
 
@@ -33,8 +41,8 @@ MEANING: Mapping[Limit, str] = MappingProxyType(
     {
         Limit.PREFILL_TIME: "the prefill of a long prompt on an idle worker (limit: the TTFT objective)",
         Limit.PREFILL_LOAD: "the prefill of all prompts",
-        Limit.DECODE_STEP: "the mean decode step (limit: the TPOT objective)",
-        Limit.DECODE_LOAD: "the number of requests that decode at a time",
+        Limit.DECODE_STEP: "a decode step (limit: the TPOT objective)",
+        Limit.DECODE_LOAD: "the decoding of all answers",
         Limit.KV_MEMORY: "the KV of the running requests",
         Limit.PROMPT_MEMORY: "the KV of the longest prompt",
     }
@@ -58,73 +66,111 @@ class Bounds:
 
 
 class Analysis:
-    """Bounds for one traffic on one hardware. Caches the cost models by width."""
+    """Bounds for one traffic on one hardware."""
 
     def __init__(
-        self, shape: TrafficShape, hardware: Hardware, slo: Slo, attainment: float, max_running_requests: int
+        self, trace: TrafficTrace, hardware: Hardware, slo: Slo, attainment: float, max_running_requests: int
     ) -> None:
-        self._shape, self._hardware, self._slo = shape, hardware, slo
-        self._attainment, self._max_running = attainment, max_running_requests
-        self._prefill: dict[tuple[int, int], float] = {}
-        self._costs: dict[int, CostModel] = {}
+        self._hardware, self._slo, self._max_running = hardware, slo, max_running_requests
+        self._span_s = trace.span_s
+        self._most_misses = allowed_misses(attainment, len(trace))
+        uncached = np.maximum(1, trace.prompt_tokens - cached_tokens(trace))
+        decoded = trace.output_tokens - 1  # prefill brings the first token
+        own = uncached + trace.output_tokens / 2
+        self._long_uncached = int(self._at_limit(uncached))
+        self._prefill_tokens = float(self._cheapest(uncached).sum())
+        self._decoded_tokens = float(self._cheapest(decoded).sum())
+        shape = hardware.model.shape
+        seen, self._own_context = (  # by a token that is decoded; what is not shared of its request
+            float(self._cheapest(decoded * each).sum()) / max(1.0, float(decoded.sum()))
+            for each in (seen_tokens(trace, shape), own)
+        )
+        self._context = shape.context_of(seen)
+        self._longest = self._at_limit(trace.prompt_tokens + trace.output_tokens)
+        self._tpot_slack_s = (slo.tpot_s or 0.0) * float(decoded.max())
+        self._cost = cache(hardware.cost)
+        self._prefill_rate = cache(self._tokens_per_s)
+        self._decode_rate = cache(self._decode_tokens_per_s)
+        self._alone_s = cache(lambda tp, step_tokens: prompt_s(self._cost(tp), self._long_uncached, step_tokens))
 
-    def possible(self, candidates: Iterable[ClusterLayout]) -> list[tuple[float, ClusterLayout]]:
-        """The layouts that may meet the objectives, each with the use of the limit that binds, best first."""
-        found = [(self.bounds(each), each) for each in candidates]
-        return sorted((bounds.worst[1], layout) for bounds, layout in found if bounds.possible)
+    def possible(self, candidates: Iterable[ClusterLayout]) -> list[ClusterLayout]:
+        """The layouts that may meet the objectives."""
+        return [each for each in candidates if self.bounds(each).possible]
 
     def bounds(self, layout: ClusterLayout) -> Bounds:
-        shape = self._shape
-        prefill_tp = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
-        prefillers = layout.decode_workers if layout.is_aggregated else layout.prefill_workers
-        prefill_load = shape.requests_per_s * self._mean_prefill_s(prefill_tp, layout.step_tokens) / prefillers
-        use = {Limit.PREFILL_LOAD: prefill_load} | self._decode_use(layout, prefill_load)
-        if self._slo.ttft_s is not None:
-            # The uncached part of the prompt at the attainment quantile, on an otherwise idle worker.
-            tokens = shape.prompt_at(self._attainment) * shape.uncached
-            use[Limit.PREFILL_TIME] = (
-                prompt_s(self._cost(prefill_tp), round(tokens), layout.step_tokens) / self._slo.ttft_s
-            )
-        rank_bytes = self._hardware.kv_rank_bytes(*layout.widths)
-        pools = [self._hardware.kv_tokens(tp, rank_bytes) for tp in layout.widths]
-        use[Limit.PROMPT_MEMORY] = max(shape.prompt_at(self._attainment) / max(1, pool) for pool in pools)
+        """Decode workers may prefill too, as the router decides."""
+        ttft_s, tpot_s = self._slo.ttft_s, self._slo.tpot_s
+        limit, decode_rate = self._decode_rate(layout.decode_tp)
+        use = {Limit.PROMPT_MEMORY: self._longest / max(1, self._hardware.kv_tokens(layout.decode_tp))}
+        if ttft_s is not None:
+            use[Limit.PREFILL_TIME] = min(self._alone_s(tp, layout.step_tokens) for tp in layout.widths) / ttft_s
+            rate = layout.decode_workers * self._prefill_rate(layout.decode_tp, layout.step_tokens)
+            if not layout.is_aggregated:
+                rate += layout.prefill_workers * self._prefill_rate(layout.prefill_tp, layout.step_tokens)
+            use[Limit.PREFILL_LOAD] = self._prefill_tokens / (rate * (self._span_s + ttft_s))
+        if tpot_s is not None and self._decoded_tokens:
+            use[Limit.DECODE_STEP] = self._cost(layout.decode_tp).decode_step_s(1, 1) / (tpot_s * self._most_per_step)
+        if ttft_s is not None and tpot_s is not None:
+            seconds = self._span_s + ttft_s + self._tpot_slack_s
+            use[limit] = self._decoded_tokens / (layout.decode_workers * seconds * decode_rate)
         return Bounds(use)
 
-    def _decode_use(self, layout: ClusterLayout, prefill_load: float) -> dict[Limit, float]:
-        """Finds the batch B = token rate · step time(B), iterating from below."""
-        shape, cost = self._shape, self._cost(layout.decode_tp)
-        tokens_per_s = shape.requests_per_s * shape.mean_output / layout.decode_workers
-        context = shape.mean_prompt + shape.mean_output / 2
-        # Prefill on the same worker takes time from decoding.
-        stretch = 1.0 / max(0.02, 1.0 - prefill_load) if layout.is_aggregated else 1.0
-        batch, step_s = 1.0, 0.0
-        for _ in range(_ROUNDS):
-            count = max(1, round(batch))
-            step_s = cost.decode_step_s(count, round(count * context)) * stretch
-            batch = min(max(1.0, tokens_per_s * step_s), 4.0 * self._max_running)
-        use = {
-            Limit.DECODE_LOAD: batch / self._max_running,
-            Limit.KV_MEMORY: batch * context / max(1, self._decode_kv_tokens(layout)),
-        }
-        if self._slo.tpot_s is not None:
-            use[Limit.DECODE_STEP] = step_s / self._slo.tpot_s
-        return use
+    def fastest(self) -> tuple[int, int]:
+        """The widths of the workers that prefill a long prompt and decode a batch first."""
+        widths, tokens = self._hardware.widths(), self._long_uncached
+        prefill = min(widths, key=lambda tp: prompt_s(self._cost(tp), tokens, tokens))
+        return prefill, min(widths, key=lambda tp: self._cost(tp).decode_step_s(32, round(32 * self._context)))
 
-    def _decode_kv_tokens(self, layout: ClusterLayout) -> int:
-        return self._hardware.kv_tokens(layout.decode_tp, self._hardware.kv_rank_bytes(*layout.widths))
+    @property
+    def _most_per_step(self) -> float:
+        acceptance = self._hardware.acceptance
+        return 1.0 if acceptance is None else acceptance.tokens + 1.0
 
-    def _mean_prefill_s(self, tp: int, step_tokens: int) -> float:
-        known = self._prefill.get((tp, step_tokens))
-        if known is None:
-            cost, shape = self._cost(tp), self._shape
-            times = [prompt_s(cost, max(1, round(each * shape.uncached)), step_tokens) for each in shape.prompts]
-            known = self._prefill[tp, step_tokens] = sum(times) / len(times)
-        return known
+    def _tokens_per_s(self, tp: int, step_tokens: int) -> float:
+        """Of prefill in the cheapest steps there are: of one long prompt or of many small ones."""
+        totals = [1 << power for power in range(step_tokens.bit_length()) if 1 << power < step_tokens]
+        return max(
+            total / self._cost(tp).step_s([PrefillWork(size, 0)] * (total // size), 0, 0)
+            for total in [*totals, step_tokens]
+            for size in {min(total, size) for size in (*SMALL_PROMPTS, total)}
+            if total % size == 0
+        )
 
-    def _cost(self, tp: int) -> CostModel:
-        if tp not in self._costs:
-            self._costs[tp] = self._hardware.cost(tp)
-        return self._costs[tp]
+    def _decode_tokens_per_s(self, tp: int) -> tuple[Limit, float]:
+        """Of one worker with the best batches within the limits, and the limit that binds."""
+        cost, tpot_s = self._cost(tp), self._slo.tpot_s
+        most_s = math.inf if tpot_s is None else tpot_s * self._most_per_step
+        pool = int(self._hardware.kv_tokens(tp) / max(1.0, self._own_context))
+        most = max(1, min(self._max_running, pool))
+        steps_s = {batch: cost.decode_step_s(batch, round(batch * self._context)) for batch in range(1, most + 1)}
+        rate = max((batch / step_s for batch, step_s in steps_s.items() if step_s <= most_s), default=1 / steps_s[1])
+        is_memory = pool < self._max_running and steps_s[most] <= most_s
+        return Limit.KV_MEMORY if is_memory else Limit.DECODE_LOAD, rate * self._most_per_step
+
+    def _cheapest(self, values: NDArray[np.number]) -> NDArray[np.number]:
+        """Without the largest, of requests that may miss."""
+        return np.sort(values)[: len(values) - self._most_misses]
+
+    def _at_limit(self, values: NDArray[np.number]) -> float:
+        """The largest value among requests that may not miss: at least one has as much."""
+        return float(self._cheapest(values)[-1])
+
+
+def seen_tokens(trace: TrafficTrace, shape: ModelShape) -> NDArray[np.float64]:
+    """Tokens that each request's decode steps see on average, over all layers."""
+    first, last = trace.prompt_tokens, trace.prompt_tokens + trace.output_tokens
+    middle = (first + last) / 2
+    if (window := shape.window) is None:
+        return shape.layers * middle
+    full = np.clip(window.tokens, first, last)
+    windowed = ((full**2 - first**2) / 2 + (last - full) * window.tokens) / (last - first)
+    seen: NDArray[np.float64] = (shape.layers - window.layers) * middle + window.layers * windowed
+    return seen
+
+
+def allowed_misses(attainment: float, requests: int) -> int:
+    """The most requests that may miss their objectives: with one more, the share is below `attainment`."""
+    return math.floor((1 - attainment) * requests + 1e-6)
 
 
 def prompt_s(cost: CostModel, tokens: int, step_tokens: int) -> float:

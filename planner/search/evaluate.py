@@ -12,7 +12,7 @@ from planner.simulator.result import SimResult
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
 MAX_QUEUED = 4096
@@ -20,14 +20,17 @@ MAX_QUEUED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulation. `most_misses`: it stops when more than this share of requests missed; None: never."""
+    """One simulation. `resample`: the number of the traffic like the recorded one; 0: the recorded. `steps`: how many
+    times as long steps take. `most_misses`: it stops when more requests have missed an objective; None: never."""
 
     layout: ClusterLayout
     requests: int
     load: float = 1.0
     prompts: float = 1.0
     outputs: float = 1.0
-    most_misses: float | None = None
+    steps: float = 1.0
+    resample: int = 0
+    most_misses: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +70,10 @@ class Evaluation:
     def layout(self) -> ClusterLayout:
         return self.job.layout
 
+    def meets(self, attainment: float) -> bool:
+        """Whether so large a share of the requests met both objectives."""
+        return self.complete and self.joint >= attainment
+
     @property
     def busy(self) -> float:
         """Mean over all devices."""
@@ -84,7 +91,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The inputs that all jobs share. `trace`: the requests that the last round simulates."""
+    """The inputs that all jobs share. `trace`: the requests to simulate."""
 
     trace: TrafficTrace
     hardware: Hardware
@@ -93,20 +100,20 @@ class Evaluator:
 
     def evaluate(self, job: Job) -> Evaluation:
         trace = busiest(self.trace, job.requests)
+        if job.resample:
+            trace = trace.resampled(job.resample)
         if (job.prompts, job.outputs) != (1.0, 1.0):
             trace = trace.with_lengths(job.prompts, job.outputs)
         trace = trace.at_rate(job.load)
-        most = None if job.most_misses is None else int(job.most_misses * len(trace))
-        result = simulate(trace, self.setup(job.layout), self.slo, most_misses=most)
+        result = simulate(trace, self.setup(job.layout, job.steps), self.slo, most_misses=job.most_misses)
         return _evaluation(job, result)
 
-    def setup(self, layout: ClusterLayout) -> Setup:
-        hardware, prefixes = self.hardware, self.trace.prefixes
-        rank_bytes = hardware.kv_rank_bytes(*layout.widths)
+    def setup(self, layout: ClusterLayout, steps: float = 1.0) -> Setup:
+        hardware, prefixes = replace(self.hardware, stretch=steps), self.trace.prefixes
         return make_setup(
             hardware,
-            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp, rank_bytes),
-            hardware.pool(layout.decode_workers, layout.decode_tp, rank_bytes),
+            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp),
+            hardware.pool(layout.decode_workers, layout.decode_tp),
             router=router_spec(layout),
             max_running_requests=self.max_running_requests,
             max_step_tokens=layout.step_tokens,

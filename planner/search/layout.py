@@ -40,6 +40,31 @@ class ClusterLayout:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines to deploy a layout on. Machines are whole, so they may have more devices than the plan."""
+
+    count: int
+    devices: int  # of each
+
+    @classmethod
+    def of(cls, layout: ClusterLayout, devices_per_node: int) -> Machines:
+        """The fewest machines for all workers; the ranks of a worker share a machine."""
+        widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
+        free: list[int] = []
+        for width in sorted(widths, reverse=True):
+            place = next((at for at, left in enumerate(free) if left >= width), None)
+            if place is None:
+                free.append(devices_per_node - width)
+            else:
+                free[place] -= width
+        return cls(len(free), devices_per_node if len(free) > 1 else layout.devices)
+
+    @property
+    def all_devices(self) -> int:
+        return self.count * self.devices
+
+
 def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[ClusterLayout]:
     """Every layout of at most `max_devices` devices."""
     for tokens in step_tokens:

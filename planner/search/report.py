@@ -2,54 +2,107 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from html import escape
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
+from planner.search.trials import RESAMPLES
 from tandem.text.words import plural
+from tandem.version import tandem_version
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
+_LEGEND = (
+    "3xTP2 : 1xTP4 @2048: three prefill workers of two devices, one decode worker of four, 2,048 tokens in a step",
+    "goodput: requests per second within both objectives; busy: the share of time in which devices run steps",
+    "deployed: devices of whole machines, and their price per hour",
+    "grey bars: from the second worst to the second best of the other traffics",
+)
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid #d1d9e0 }
-th:first-child, td:first-child { text-align: left }
+th:first-child, td:first-child, .text { text-align: left }
 .plan { border-left: 4px solid #1a7f37; padding: .4rem 1rem; background: #f6f8fa }
 .miss { border-left: 4px solid #cf222e; padding: .4rem 1rem; background: #f6f8fa }
 .chart { height: 420px } .note { color: #59636e; font-size: .9rem }
+@page { size: A4; margin: 12mm }
+@media print {
+  body { zoom: .63; max-width: none; margin: 0; padding: 0 }
+  .chart, table, .plan, .miss { break-inside: avoid } h2 { break-after: avoid; margin-top: 1rem }
+}
+"""
+# Plotly takes 4.8 MB; packed, a report stays below 3 MB.
+_DRAW = """
+(async () => {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (each) => each.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+  for (const chart of document.querySelectorAll(".chart")) {
+    const figure = JSON.parse(document.getElementById(chart.id + "-figure").textContent);
+    await Plotly.newPlot(chart, figure.data, figure.layout, { responsive: true, displayModeBar: false });
+  }
+})();
 """
 
 
-def html_report(plan: Plan, cost_model: str) -> str:
-    """The page loads nothing from the network."""
+def html_report(plan: Plan, cost_model: str, more: Sequence[str] = ()) -> str:
+    """The page loads nothing from the network. `more`: notes on the deployment and on other devices."""
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
     titles = {
         "goodput-cost": "Goodput against cost",
         "ttft-tpot": "TTFT against TPOT",
-        "variants": "The plan under other circumstances",
+        "variants": "The plan under other conditions",
     }
     charts = "".join(
         f"<h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
-        f"<script>Plotly.newPlot('{name}', {_json(figure)}.data, {_json(figure)}.layout, {{responsive: true}})</script>"
+        f"<script type='application/json' id='{name}-figure'>{_json(figure)}</script>"
         for name, figure in figures
     )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in (*plan.traffic, f"step times: {cost_model}"))
+    plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9)).decode()
+    notes = "".join(f"<li>{escape(note)}</li>" for note in (*_LEGEND, *more))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f"<title>Plan for {escape(plan.model)}</title><style>{_STYLE}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body>"
+        "</head><body>"
         f"<h1>{escape(plan.model)} on {escape(plan.device)}, {plan.requests_per_s:.2f} requests/s</h1>"
-        f"{_summary(plan)}{charts}<h2>Layouts of the last round</h2>{_table(plan)}"
-        f"<h2>Notes</h2><ul class='note'>{notes}</ul></body></html>"
+        f"{_summary(plan)}{_assumptions(plan, cost_model)}{charts}<h2>Layouts simulated to their end</h2>{_table(plan)}"
+        f"<h2>Notes</h2><ul class='note'>{notes}</ul>"
+        f"<script type='text/plain' id='plotly'>{plotly}</script><script>{_DRAW}</script></body></html>"
     )
+
+
+def _assumptions(plan: Plan, cost_model: str) -> str:
+    """What was asked for, and of what traffic and hardware."""
+    goal, slo = plan.goal, plan.goal.slo
+    traffic, *notes = plan.traffic
+    objectives = [
+        f"TTFT {slo.ttft_s:g} s" if slo.ttft_s else "no TTFT",
+        f"TPOT {slo.tpot_s:g} s" if slo.tpot_s else "no TPOT",
+    ]
+    others = f", and for {100 * goal.confidence:g} % of other traffics of this kind" if goal.confidence else ""
+    rows = (
+        ("traffic", "; ".join((traffic, *notes))),
+        ("objectives", f"{', '.join(objectives)}, for {100 * goal.attainment:g} % of the requests{others}"),
+        ("devices", f"up to {goal.max_devices} x {plan.device}, ${plan.price_per_hour:.2f} per device and hour"),
+        ("step times", cost_model),
+        ("made by", f"tandem {tandem_version()}, {datetime.now(UTC):%Y-%m-%d}"),
+    )
+    cells = "".join(f"<tr><td>{name}</td><td class='text'>{escape(text)}</td></tr>" for name, text in rows)
+    return f"<h2>Assumptions</h2><table>{cells}</table>"
 
 
 def _json(figure: go.Figure) -> str:
@@ -62,16 +115,29 @@ def _summary(plan: Plan) -> str:
         f"<p class='note'>{plan.considered} layouts considered, {plan.possible} within their bounds, "
         f"{plan.simulated} simulations.</p>"
     )
-    if plan.chosen is None or plan.costs is None:
+    if plan.chosen is None:
         why = "" if plan.miss is None else plan.miss.explanation
-        return f"<div class='miss'><p><b>Nothing meets the objectives.</b> {escape(why)}</p></div>{considered}"
-    chosen, costs = plan.chosen, plan.costs
-    per_million = "" if costs.per_million_tokens is None else f", ${costs.per_million_tokens:.3f} per million tokens"
-    busy = "" if costs.per_million_tokens_busy is None else f" (${costs.per_million_tokens_busy:.3f} busy)"
+        return f"<div class='miss'><p><b>Nothing meets the goal.</b> {escape(why)}</p></div>{considered}"
+    chosen = plan.chosen
+    rows = "".join(
+        f"<tr><td>{escape(each.what)}</td><td>{each.devices}</td><td>${each.per_hour:.2f}</td>"
+        f"<td>{money(each.per_million_tokens)}</td><td>{money(each.per_million_output_tokens)}</td></tr>"
+        for each in plan.costs
+    )
+    titles = "".join(f"<th>{title}</th>" for title in COST_TITLES)
+    note = plan.same_price_note()
+    beside = "".join(f"<p>{escape(each)}.</p>" for each in (*([] if note is None else [note]), *plan.headroom_lines()))
+    sure = "".join(
+        f"<tr><td>{escape(str(each.layout))}</td><td>{each.layout.devices}</td><td>{each.met} of {RESAMPLES}</td>"
+        f"<td>{each.low:.1%} to {each.high:.1%}</td></tr>"
+        for each in plan.resampled
+    )
     return (
         f"<div class='plan'><p><b>{escape(str(chosen.layout))}</b>: {plural(chosen.layout.devices, 'device')}, "
-        f"${costs.per_hour:.2f} per hour{per_million}{busy}. {chosen.joint:.1%} of requests within their objectives, "
-        f"goal {plan.goal.attainment:.0%}.</p><p>{escape(plan.verdict)}.</p></div>{considered}"
+        f"{chosen.joint:.1%} of requests within their objectives, goal {100 * plan.goal.attainment:g} %.</p>"
+        f"{beside}<p>{escape(plan.verdict)}.</p><table><tr>{titles}</tr>{rows}</table>"
+        f"<table><tr><th>under {RESAMPLES} other traffics of this kind</th><th>devices</th><th>meets the goal</th>"
+        f"<th>requests within objectives</th></tr>{sure}</table></div>{considered}"
     )
 
 
@@ -119,7 +185,12 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
         x, y = [1000 * tpot for _, tpot, _ in shown], [ttft for _, _, ttft in shown]
         figure.add_trace(_points(name, [each for each, _, _ in shown], x, y, color, size))
     if plan.goal.slo.tpot_s is not None:
-        figure.add_vline(x=1000 * plan.goal.slo.tpot_s, line_dash="dot", annotation_text="TPOT objective")
+        figure.add_vline(
+            x=1000 * plan.goal.slo.tpot_s,
+            line_dash="dot",
+            annotation_text="TPOT objective",
+            annotation_position="top left",
+        )
     if plan.goal.slo.ttft_s is not None:
         figure.add_hline(y=plan.goal.slo.ttft_s, line_dash="dot")
         # On a logarithmic axis plotly places annotations by the logarithm, lines by the value.
@@ -131,23 +202,37 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
 
 
 def _variants(plan: Plan) -> go.Figure:
-    names = ["the plan", *(each.name for each in plan.variants)]
-    found = [plan.chosen, *(each.evaluation for each in plan.variants)]
+    """The bars of the plan and of the best cheaper layout reach over 20 other traffics of the same kind."""
+    assert plan.chosen is not None
+    by_layout = {each.layout: each for each in plan.finalists}
+    names = [f"cheaper: {each.layout}" if each.layout != plan.chosen.layout else "the plan" for each in plan.resampled]
+    found: list[Evaluation | None] = [by_layout[each.layout] for each in plan.resampled]
+    bands = [(each.low, each.high) for each in plan.resampled]
+    names += [each.name for each in plan.variants]
+    found += [each.evaluation for each in plan.variants]
     shares = [0.0 if each is None else each.joint for each in found]
+    error = {
+        "type": "data", "symmetric": False, "color": "#57606a",
+        "array": [100 * max(0.0, high - share) for share, (_, high) in zip(shares, bands, strict=False)],
+        "arrayminus": [100 * max(0.0, share - low) for share, (low, _) in zip(shares, bands, strict=False)],
+    }  # fmt: skip
     colors = [CHOSEN if share >= plan.goal.attainment else "#cf222e" for share in shares]
-    figure = go.Figure(go.Bar(x=names, y=[100 * share for share in shares], marker={"color": colors}))
+    figure = go.Figure(go.Bar(x=names, y=[100 * share for share in shares], marker={"color": colors}, error_y=error))
     figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="goal")
     figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105], margin={"t": 20})
+    figure.update_xaxes(automargin=True)
     return figure
 
 
 def _table(plan: Plan) -> str:
-    head = ("layout", "devices", "$ per hour", "within objectives", "goodput/s", "TTFT p90", "TPOT p90", "busy")
+    head = (
+        "layout", "devices", "$ per hour", "deployed", "within objectives", "goodput/s", "TTFT p90", "TPOT p90", "busy"
+    )  # fmt: skip
     rows = [
         (
             escape(str(each.layout)), str(each.layout.devices), f"{each.layout.devices * plan.price_per_hour:.2f}",
-            f"{each.joint:.1%}", f"{each.goodput_per_s:.2f}", _seconds(each.ttft_p90_s), _seconds(each.tpot_p90_s),
-            f"{each.busy:.0%}",
+            str(plan.deployed(each.layout)), f"{each.joint:.1%}", f"{each.goodput_per_s:.2f}",
+            _seconds(each.ttft_p90_s), _seconds(each.tpot_p90_s), f"{each.busy:.0%}",
         )
         for each in plan.finalists
     ]  # fmt: skip

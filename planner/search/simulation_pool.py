@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from numpy.typing import NDArray
+
 from planner.search.evaluate import Evaluation, Evaluator, Job
 from tandem.errors import InternalError, TandemError
 
@@ -50,12 +52,17 @@ class Journal:
 def fingerprint(evaluator: Evaluator) -> str:
     """A digest of everything that affects a result, except the job."""
     trace, digest = evaluator.trace, hashlib.blake2b(digest_size=12)
-    columns = [trace.arrival_s, trace.prompt_tokens, trace.output_tokens]
-    columns += [] if trace.prefixes is None else [trace.prefixes.ids]
+    columns: list[NDArray[Any]] = [trace.arrival_s, trace.prompt_tokens, trace.output_tokens]
+    columns += [] if trace.prefixes is None else [trace.prefixes.ids, trace.prefixes.ends]
+    columns += [] if trace.label is None else [trace.label]
     for column in columns:
         digest.update(column.tobytes())
     hardware = evaluator.hardware
-    rest = (hardware.model, hardware.device, sorted(hardware.measured), evaluator.slo, evaluator.max_running_requests)
+    rest = (
+        hardware.model, hardware.device, sorted(hardware.measured), hardware.acceptance, hardware.constrained,
+        hardware.mask_s_per_row, trace.labels, evaluator.slo, evaluator.max_running_requests,
+        None if trace.prefixes is None else trace.prefixes.block_tokens,
+    )  # fmt: skip
     digest.update(repr((*rest, [hardware.cost(tp) for tp in hardware.measured])).encode())
     return digest.hexdigest()
 

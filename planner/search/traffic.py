@@ -1,16 +1,17 @@
-"""The part of a trace to simulate, and its summary for the analytic bounds."""
+"""The part of a trace to simulate, and whether it is long enough."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
 import numpy as np
 
-from planner.traces.hits import infinite_cache_hits
 from planner.traces.trace import TrafficTrace
 
-_SAMPLES = 48
 _ANSWER_WEIGHT = 8  # work of an answer token in prompt tokens, to find the busiest stretch
+
+_ANSWERS = 2.0  # in the time of a part: then as many requests run at a time as would in a longer one
 
 BUSIEST = "the busiest"  # first words of the note about the part that was simulated
 
@@ -23,31 +24,21 @@ def busiest(trace: TrafficTrace, requests: int) -> TrafficTrace:
     starts = np.arange(len(trace) - requests)
     seconds = trace.arrival_s[starts + requests] - trace.arrival_s[starts]
     start = int(np.argmax((work[starts + requests] - work[starts]) / np.maximum(seconds, 1e-9)))
-    note = f"{BUSIEST} {requests} of {len(trace)} requests"
-    return replace(trace.stretch(start, start + requests), notes=(*trace.notes, note))
+    part = trace.stretch(start, start + requests)
+    since_s = float(trace.arrival_s[start] - trace.arrival_s[0])
+    note = f"{BUSIEST} {requests} of {len(trace)} requests: {part.span_s:.0f} s from second {since_s:.0f}"
+    return replace(part, notes=(*trace.notes, note))
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficShape:
-    """`prompts`: prompt lengths at evenly spaced quantiles. `uncached`: the lowest possible share of prompt tokens to
-    compute."""
-
-    requests_per_s: float
-    prompts: tuple[int, ...]
-    mean_prompt: float
-    mean_output: float
-    uncached: float
-
-    @classmethod
-    def of(cls, trace: TrafficTrace) -> TrafficShape:
-        shares = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
-        return cls(
-            trace.requests_per_s,
-            tuple(int(each) for each in np.quantile(trace.prompt_tokens, shares)),
-            float(trace.prompt_tokens.mean()),
-            float(trace.output_tokens.mean()),
-            1.0 - infinite_cache_hits(trace).token_hit_rate,
-        )
-
-    def prompt_at(self, share: float) -> int:
-        return self.prompts[min(len(self.prompts) - 1, int(share * len(self.prompts)))]
+def with_note_if_short(part: TrafficTrace, of: int, tpot_s: float) -> TrafficTrace:
+    """`of`: requests of the whole trace. The note: answers take too long for so short a part."""
+    answer_s = float(part.output_tokens.mean()) * tpot_s
+    lacking = _ANSWERS * answer_s / part.span_s
+    if lacking <= 1.0:
+        return part
+    remedy = f"raise --simulated to {math.ceil(lacking * len(part))}" if len(part) < of else "use a longer trace"
+    note = (
+        f"{part.span_s:.0f} s are short for answers of up to {answer_s:.0f} s: fewer requests run at a time than in a "
+        f"longer part, and the plan may be too small; {remedy}"
+    )
+    return replace(part, notes=(*part.notes, note))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -12,9 +11,9 @@ import yaml
 from planner.devices import DeviceSpec
 from planner.hardware import Hardware
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
-from planner.search.layout import ClusterLayout
+from planner.search.layout import ClusterLayout, Machines
 from planner.search.plan import Plan
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tandem.errors import InputError
 from tandem.text.words import plural
 
@@ -48,34 +47,13 @@ def checked_source(source: str | None, model: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """The machines to deploy a layout on. Machines are whole, so they may have more devices than the plan."""
-
-    count: int
-    devices: int  # of each
-
-    @classmethod
-    def of(cls, layout: ClusterLayout, device: DeviceSpec) -> Machines:
-        """The fewest machines for all workers; the ranks of a worker share a machine."""
-        widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
-        free: list[int] = []
-        for width in sorted(widths, reverse=True):
-            place = next((at for at, left in enumerate(free) if left >= width), None)
-            if place is None:
-                free.append(device.devices_per_node - width)
-            else:
-                free[place] -= width
-        return cls(len(free), device.devices_per_node if len(free) > 1 else layout.devices)
-
-
 def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
     """The devices deployed beyond the plan and their cost; None if there are none."""
     if plan.chosen is None:
         return None
     layout = plan.chosen.layout
-    machines = Machines.of(layout, device)
-    devices = machines.count * machines.devices
+    machines = Machines.of(layout, device.devices_per_node)
+    devices = machines.all_devices
     if devices == layout.devices:
         return None
     return (
@@ -97,20 +75,20 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
         "models": [
             {
                 "source": source,
-                "prefill": {"workers": layout.prefill_workers, "tp": layout.prefill_tp},
+                "prefill": {"workers": layout.prefill_workers, "tp": layout.prefill_tp, **_own_pool(layout, hardware)},
                 "decode": {"workers": layout.decode_workers, "tp": layout.decode_tp},
                 "engine": {
                     "device": "cuda" if is_gpu else "cpu",
                     "dtype": "bfloat16" if is_gpu else "float32",
-                    **_quantised(hardware),
+                    **formats(hardware),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
-                    "kv_memory_bytes": int(hardware.kv_rank_bytes(*layout.widths)),
+                    "kv_memory_bytes": int(hardware.kv_rank_bytes(layout.decode_tp)),
                     "max_running_requests": plan.goal.max_running_requests,
                     "max_step_tokens": layout.step_tokens,
                 },
             }
         ],
-        **({} if Machines.of(layout, device).count == 1 else {"security": {"allow_plaintext": True}}),
+        **({} if Machines.of(layout, device.devices_per_node).count == 1 else {"security": {"allow_plaintext": True}}),
         "router": {
             "max_prefill_tokens_in_flight": router.max_prefill_tokens_in_flight,
             "max_queued_requests": router.max_queued_requests,
@@ -120,11 +98,40 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
     return "".join(f"# {line}\n" for line in _head(plan, hardware, source)) + yaml.safe_dump(values, sort_keys=False)
 
 
-def _quantised(hardware: Hardware) -> dict[str, str]:
-    """Engine settings for a plan with elements of one byte."""
-    if hardware.model.shape.weight_bytes > 1:
+def _own_pool(layout: ClusterLayout, hardware: Hardware) -> dict[str, Any]:
+    """The KV memory of prefill workers of another width: more ranks hold less of the weights each."""
+    if layout.is_aggregated or layout.prefill_tp == layout.decode_tp:
         return {}
-    return {"weights": hardware.device.eight_bit_weights, "kv_dtype": "fp8"}
+    return {"engine": {"kv_memory_bytes": int(hardware.kv_rank_bytes(layout.prefill_tp))}}
+
+
+def formats(hardware: Hardware) -> dict[str, str]:
+    """Engine settings for elements of these sizes. Raises InputError for those that no engine serves."""
+    shape, device = hardware.model.shape, hardware.device
+    if hardware.model.gap is not None:
+        raise InputError(
+            f"--values: Tandem's engine does not serve {hardware.model.name} (it lacks {hardware.model.gap}): "
+            "plan without",
+            field="--values",
+        )
+    wide = shape.activation_bytes
+    weights = {wide: "dense", 1.0: device.eight_bit_weights} | ({0.625: "int4"} if device.name == "cpu" else {})
+    kv = {wide: "auto", 1.0: "fp8"}
+    of_experts = shape.experts.weight_bytes if shape.experts else shape.weight_bytes
+    for option, of, known, size in (
+        ("--element-bytes", "weights", weights, shape.weight_bytes),
+        ("--expert-bytes", "experts", {shape.weight_bytes}, of_experts),
+        ("--kv-bytes", "KV", kv, shape.kv_bytes),
+    ):
+        if size not in known:
+            sizes = " or ".join(f"{each:g}" for each in known)
+            raise InputError(
+                f"{option}: expected {of} of {sizes} bytes an element for --values, which Tandem serves on "
+                f"{device.name}, got {size:g}",
+                field=option,
+            )
+    found = {"weights": weights[shape.weight_bytes], "kv_dtype": kv[shape.kv_bytes]}
+    return {name: value for name, value in found.items() if value not in ("dense", "auto")}
 
 
 def _stored_bytes(hardware: Hardware) -> float:
@@ -136,12 +143,12 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
     """Comment lines: the plan, its whole machines, and what must exist before installation."""
     assert plan.chosen is not None
     layout, device = plan.chosen.layout, hardware.device
-    costs = "" if plan.costs is None else f", ${plan.costs.per_hour:.2f} per hour"
-    yield f"Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}{costs}:"
+    per_hour = layout.devices * plan.price_per_hour
+    yield f"Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}, ${per_hour:.2f} per hour:"
     yield f"{layout}; {plan.chosen.joint:.1%} of the simulated requests met their objectives."
     if (more := describe_machines(plan, device)) is not None:
         yield f"It is {more}."
-    if Machines.of(layout, device).count > 1:
+    if Machines.of(layout, device.devices_per_node).count > 1:
         yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
         yield "Ports between pods are not encrypted (allow_plaintext): nccl and nixl cannot be. With tls.internal, KV"
         yield "blocks take tcp between machines, which the plan did not assume."
@@ -176,7 +183,7 @@ def _models(source: str, hardware: Hardware) -> dict[str, Any]:
 
 def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:
     """One pod per machine, sized for its workers."""
-    machines = Machines.of(layout, device)
+    machines = Machines.of(layout, device.devices_per_node)
     ranks = machines.devices
     node: dict[str, Any] = {"replicas": machines.count - 1}
     values: dict[str, Any] = {"node": node}

@@ -24,7 +24,7 @@ from planner.simulator.measurements import RunMeasurements
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from planner.traces.trace import TrafficTrace
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 WINDOW_S = 10.0
 
@@ -42,12 +42,13 @@ class SimAutoscaler:
         measurements: RunMeasurements,
     ) -> None:
         spec, total = setup.autoscaler, sum(pool.workers for _, pool in setup.pools())
-        prefill = spec.prefill.min if spec.prefill.min is not None else min(1, total - 1)
+        least = spec.prefill.min if spec.prefill.min is not None else min(1, total - setup.decode.workers)
+        most = spec.prefill.max if setup.decode.batches is None else 0
         limits = ScalingLimits(
             (total, total),
-            (prefill, total if spec.prefill.max is None else spec.prefill.max),
+            (least, total if most is None else most),
             (spec.decode.min or 1, total if spec.decode.max is None else spec.decode.max),
-            setup.can_change_roles and setup.prefill is not None and setup.prefill.tp == setup.decode.tp,
+            setup.can_change_roles and (setup.prefill is None or setup.prefill.tp == setup.decode.tp),
         )
         self.role_changes: list[tuple[float, int, int]] = []
         self._policy = Autoscaler(spec, limits, objectives)
@@ -109,11 +110,13 @@ class SimAutoscaler:
         ended = np.nonzero(measured.finished & (measured.last_token_s >= since_s))[0]
         decoding_s = measured.last_token_s[ended] - measured.first_token_s[ended]
         tpot_s = decoding_s / np.maximum(1, self._trace.output_tokens[ended] - 1)
+        refused = int((measured.refused_s >= since_s).sum())
         return MeasuredRequests(
             requests=began.size,
             ttft_s=float((measured.first_token_s[began] - arrival_s[began]).mean()) if began.size else None,
-            judged=ended.size,
-            missed_ttft=_count_above(measured.first_token_s[ended] - arrival_s[ended], self._objectives.ttft_s),
+            judged=ended.size + refused,
+            missed_ttft=refused
+            + _count_above(measured.first_token_s[ended] - arrival_s[ended], self._objectives.ttft_s),
             missed_tpot=_count_above(tpot_s, self._objectives.tpot_s),
         )
 

@@ -24,7 +24,7 @@ from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import TextPiece
 from router.requests.state_machine import RequestRun
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ContextExceeded, TandemError, WorkerLost
 from tandem.scheduler.plan import ExportRange
 
@@ -155,8 +155,8 @@ class SimCluster:
     def changed(self, worker: SimWorker, *, room: bool) -> None:
         self.fleet.note(worker)
         self.cache.changed(worker)
-        if room:
-            self.pump_soon()
+        if room and len(self.core.queue):
+            self._pump_at(self._loop.now_s() + self._setup.network_s)  # the report arrives with the step's tokens
 
     def _last_token_s(self, index: int) -> float:
         return float(self._measurements.last_token_s[index])

@@ -22,7 +22,7 @@ from router.policies.pace_estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
 from router.workers.load_account import Charge
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 WHOLE_POOL = 24  # in pools up to this size, every worker is a candidate
 SHORTLIST = 20  # candidates of a larger pool: simulated p90 TTFT within 2 % of the whole pool's

@@ -21,6 +21,7 @@ from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.plan import ExportRange
+from tandem.speculation.proposers import Speculation
 
 _KEY = HashKey("simulated")
 
@@ -60,9 +61,9 @@ class FrameHandler:
         """Raises TandemError if the worker refuses."""
         match frame:
             case act.Generate():
-                worker.scheduler.add(self._sequence(run, frame.wire_id))
+                worker.scheduler.add(self._sequence(worker, run, frame.wire_id))
             case act.Reserve():
-                sequence = self._sequence(run, frame.wire_id)
+                sequence = self._sequence(worker, run, frame.wire_id)
                 ticket = SimTicket(worker, sequence, worker.scheduler.reserve(sequence))
                 worker.tickets[frame.wire_id] = ticket
                 cached_tokens = ticket.cached_blocks * self._setup.block_tokens
@@ -70,7 +71,7 @@ class FrameHandler:
             case act.Prefill(ticket=SimTicket() as ticket):
                 worker.tickets[frame.wire_id] = ticket
                 ticket.has_landed = self._is_whole(ticket)
-                worker.scheduler.add(self._sequence(run, frame.wire_id, export_from_block=ticket.cached_blocks))
+                worker.scheduler.add(self._sequence(worker, run, frame.wire_id, ticket.cached_blocks))
             case act.Join():
                 ticket = worker.tickets[frame.wire_id]
                 ticket.may_join = True
@@ -78,7 +79,9 @@ class FrameHandler:
             case _:
                 raise InternalError(f"expected a frame of a handoff or a local prefill, got {frame}")
 
-    def _sequence(self, run: RequestRun, wire_id: str, export_from_block: int | None = None) -> SimSequence:
+    def _sequence(
+        self, worker: SimWorker, run: RequestRun, wire_id: str, export_from_block: int | None = None
+    ) -> SimSequence:
         self._arrivals += 1
         request = request_of(run)
         tokens, left = TokenCount(run.prefill_tokens), request.output_tokens - run.answer_tokens
@@ -90,8 +93,10 @@ class FrameHandler:
             hash_key=_KEY,
             block_tokens=self._setup.block_tokens,
             arrival=self._arrivals,
+            arrived_s=self._loop.now_s(),
             use_prefix_cache=self._setup.caches,
             export_from_block=export_from_block,
+            speculation=None if worker.scheduler.speculator is None else Speculation(),
             index=request.index,
             trace_hashes=self._hashes,
             counted=tokens,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from planner.simulator.requests import SimRequest
 from planner.simulator.setup import Slo
+from planner.traces.trace import TrafficTrace
 from router.requests import actions as act
 from router.requests.facts import Facts, Placed, Requeued
 from router.requests.state_machine import RequestRun
@@ -19,7 +20,9 @@ STATES = tuple(RequestState)
 _LEAST_S = 1e-5
 _GROWTH = math.log(1.02)  # log of the ratio between bins: percentiles are accurate to 1 %
 _BINS = 1024
-_ROWS = ("_arrival_s", "dispatched_s", "first_token_s", "last_token_s", "cached_tokens", "migrations", "state")
+_ROWS = (
+    "dispatched_s", "first_token_s", "last_token_s", "refused_s", "cached_tokens", "migrations", "state", "_missed",
+)  # fmt: skip
 
 
 class IntervalHistogram:
@@ -43,12 +46,15 @@ class IntervalHistogram:
 class RunMeasurements:
     """Times are seconds of virtual time, or since the run began; NaN: it did not happen."""
 
-    def __init__(self, requests: int, arrival_s: NDArray[np.float64], slo: Slo) -> None:
-        self._arrival_s, self._slo = arrival_s, slo
-        self.misses = 0  # requests so far that missed the TTFT objective or ended unfinished
+    def __init__(self, trace: TrafficTrace, slo: Slo) -> None:
+        requests = len(trace)
+        self._trace, self._slo = trace, slo
+        self.misses = 0  # requests so far that missed an objective or ended unfinished
+        self._missed = np.zeros(requests, np.bool_)
         self.dispatched_s = np.full(requests, np.nan)
         self.first_token_s = np.full(requests, np.nan)
         self.last_token_s = np.full(requests, np.nan)
+        self.refused_s = np.full(requests, np.nan)
         self.cached_tokens = np.zeros(requests, np.int64)
         self.migrations = np.zeros(requests, np.int32)
         self.state = np.full(requests, STATES.index(RequestState.RECEIVED), np.int8)
@@ -87,18 +93,22 @@ class RunMeasurements:
         if fact.error is not None:
             code = fact.error.code.value
             self.refusals[code] = self.refusals.get(code, 0) + 1
+        if fact.state is RequestState.REJECTED:
+            self.refused_s[_index(run)] = now_s
         self.end(_index(run), fact.state)
 
     def first_token(self, index: int, now_s: float) -> None:
         self.first_token_s[index] = now_s
-        if self._slo.ttft_s is not None and now_s - self._arrival_s[index] > self._slo.ttft_s:
-            self.misses += 1
+        if self._slo.ttft_s is not None and now_s - self._trace.arrival_s[index] > self._slo.ttft_s:
+            self._miss(index)
 
     def head(self, count: int) -> RunMeasurements:
         """The measurements of the first `count` requests, if the others were never sent."""
         part = copy(self)
+        part._trace = self._trace.head(count)
         for name in _ROWS:
             setattr(part, name, getattr(self, name)[:count])
+        part.misses = int(part._missed.sum())
         return part
 
     @property
@@ -107,10 +117,22 @@ class RunMeasurements:
         return ended
 
     def end(self, index: int, state: RequestState) -> None:
-        if state is not RequestState.FINISHED:
-            self.misses += 1
+        if state is not RequestState.FINISHED or self._is_slow(index):
+            self._miss(index)
         self.state[index] = STATES.index(state)
         self.ended += 1
+
+    def _is_slow(self, index: int) -> bool:
+        """Whether its tokens came more slowly than the objective; an answer of one token has no pace."""
+        intervals = int(self._trace.output_tokens[index]) - 1
+        if self._slo.tpot_s is None or intervals < 1:
+            return False
+        return float(self.last_token_s[index] - self.first_token_s[index]) / intervals > self._slo.tpot_s
+
+    def _miss(self, index: int) -> None:
+        if not self._missed[index]:
+            self._missed[index] = True
+            self.misses += 1
 
     def count(self, state: RequestState) -> int:
         return int((self.state == STATES.index(state)).sum())

@@ -68,6 +68,7 @@ class Outcome:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
+    served_tokens_per_s: float  # of answers, per second between first arrival and last token
     ttft_s: LatencyQuantiles
     tpot_s: LatencyQuantiles
     itl_s: LatencyQuantiles
@@ -97,6 +98,8 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements)
     tpot_s[several] = (measurements.last_token_s - measurements.first_token_s)[several] / intervals[several]
     attainment, good = _attained(slo, finished, ttft_s, tpot_s)
     span_s = trace.span_s or 1.0
+    seconds = float(np.nanmax(np.concatenate([measurements.last_token_s, [span_s]])))
+    output_tokens = float(trace.output_tokens[finished].sum())
     prompt_tokens = int(trace.prompt_tokens[finished].sum())
     return {
         "trace": trace.name,
@@ -107,10 +110,11 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements)
         "failed": measurements.count(RequestState.FAILED),
         "refusals": dict(measurements.refusals),
         "span_s": span_s,
-        "seconds": float(np.nanmax(np.concatenate([measurements.last_token_s, [span_s]]))),
+        "seconds": seconds,
         "requests_per_s": len(trace) / span_s,
         "prompt_tokens_per_s": prompt_tokens / span_s,
-        "output_tokens_per_s": float(trace.output_tokens[finished].sum()) / span_s,
+        "output_tokens_per_s": output_tokens / span_s,
+        "served_tokens_per_s": output_tokens / seconds,
         "ttft_s": LatencyQuantiles.of(ttft_s),
         "tpot_s": LatencyQuantiles.of(tpot_s),
         "itl_s": LatencyQuantiles.of_intervals(measurements.intervals),

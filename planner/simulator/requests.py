@@ -36,6 +36,9 @@ class SimRequest:
 class SimToken:
     token_id: int
     cached_tokens: int
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    from_prediction: bool = False
 
 
 class NullAssembler:

@@ -13,6 +13,7 @@ from planner.simulator.outcome import Outcome, outcome_fields
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class SimResult(Outcome):
 def summarize(trace: TrafficTrace, setup: Setup, slo: Slo, measurements: RunMeasurements, fleet: SimFleet) -> SimResult:
     fields = outcome_fields(trace, slo, measurements)
     workers = [*fleet.workers.values(), *fleet.lost_workers]
-    by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}
+    by_role = {role: [each for each in workers if each.role is role] for role in Role}
     return SimResult(
         **fields,
         kv_bytes_moved=sum(each.egress.moved_bytes for each in workers),

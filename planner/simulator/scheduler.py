@@ -42,7 +42,7 @@ class RepeatingScheduler(Scheduler):
         """The number of next steps, at most `most`, that only add a token to each running request. The last one may end
         requests. 0 if the next step does anything else."""
         running = self._running
-        if self._waiting or not running or len(running) > self.max_step_tokens:
+        if self._waiting or not running or len(running) > self.max_step_tokens or self.speculator is not None:
             return 0
         steps = most
         for each in running:

@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from planner.acceptance import Acceptance
 from planner.cost import CostModel
 from planner.shared_host import HostCores
 from tandem.config.autoscaler import AutoscalerSpec
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 from tandem.errors import ConfigError
+from tandem.scheduler.batching import BatchRule
 
 MAX_MODEL_TOKENS = 1 << 30
 NETWORK_S = 0.0003  # one frame between router and worker
@@ -18,7 +21,8 @@ NETWORK_S = 0.0003  # one frame between router and worker
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """All workers of one role. `kv_tokens`: capacity of one worker's KV pool. Limits that are None are the setup's."""
+    """All workers of one role. `kv_tokens`: capacity of one worker's KV pool. Limits that are None are the setup's.
+    `batches` None: continuous batching. `acceptance` None: no speculation."""
 
     workers: int
     tp: int
@@ -26,6 +30,8 @@ class PoolSetup:
     kv_tokens: int
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
+    batches: BatchRule | None = None
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, slots=True)

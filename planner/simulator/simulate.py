@@ -13,7 +13,7 @@ from planner.simulator.measurements import RunMeasurements
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
 from planner.traces.trace import TrafficTrace
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ConfigError, InternalError
 
 Progress = Callable[[int], None]  # requests that have arrived
@@ -34,7 +34,7 @@ def simulate(
     """
     slo = slo or Slo()
     loop = EventLoop()
-    measurements = RunMeasurements(len(trace), trace.arrival_s, slo)
+    measurements = RunMeasurements(trace, slo)
     setup = replace(setup, caches=trace.prefixes is not None)
     cluster = SimCluster(trace, setup, loop, measurements)
     for fault in setup.faults:

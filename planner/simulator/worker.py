@@ -23,9 +23,9 @@ from planner.simulator.setup import PoolSetup, Setup
 from router.prefix_index.mirror import WorkerKey
 from router.requests.state_machine import RequestRun
 from router.workers.load_account import Account
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import TandemError
-from tandem.scheduler.plan import ExportRange, StepPlan
+from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
 
 MAX_REPEATED_STEPS = 256  # they are costed with the context of the middle one
 
@@ -76,7 +76,10 @@ class SimWorker:
             pool.max_step_tokens or setup.max_step_tokens,
             setup.max_model_tokens,
             caches=setup.caches,
+            batches=pool.batches,
+            speculator=None if pool.acceptance is None else pool.acceptance.speculator(),
         )
+        self._acceptance = pool.acceptance
         self.cost: CostModel = pool.cost
         self.account = Account()
         self.attached: dict[str, RequestRun] = {}  # requests whose events reach the router, by wire id
@@ -160,6 +163,8 @@ class SimWorker:
             handle, args = self._inbox.popleft()
             handle(*args)
         self._load = None
+        if (due_s := self.scheduler.collect(self._loop.now_s())) is not None:
+            self._loop.call_at(due_s, self._resume)
         if self.scheduler.has_work:
             self._begin()
         if had_frames:
@@ -178,8 +183,17 @@ class SimWorker:
             return
         now_s = self._loop.now_s()
         prefills = [PrefillWork(each.count, each.start) for each in plan.chunks if each.count > 1]
-        decodes = [each.start + 1 for each in plan.chunks if each.count == 1]
-        seconds = self.cost.step_s(prefills, len(decodes), sum(decodes))
+        decodes = [each for each in plan.chunks if each.count == 1]
+        rows, context = sum(1 + each.proposes for each in plan.chunks), sum(each.start + 1 for each in decodes)
+        rows -= len(prefills)
+        seconds = self.cost.step_s(prefills, rows, context)
+        if (speculator := self.scheduler.speculator) is not None and self._acceptance is not None:
+            if not prefills:
+                speculator.costs.learn(rows, seconds)
+            if depth := max(each.proposes for each in plan.chunks):
+                pass_s = self._acceptance.draft_share * self.cost.decode_step_s(len(decodes), context)
+                speculator.pass_costs.learn(len(decodes), pass_s)
+                seconds += depth * pass_s
         for part in plan.exports:
             if part.in_cache:
                 self._host.export(self, part, now_s, now_s)
@@ -207,7 +221,7 @@ class SimWorker:
             sequence = cast(SimSequence, chunk.sequence)
             computed = computed or chunk.count > 1
             if chunk.samples:
-                self._sample(sequence, now_s, intervals)
+                self._sample(chunk, sequence, now_s, intervals)
         if intervals:
             self._host.paced(self, len(intervals), len(intervals), sum(intervals))
         for part in plan.exports:
@@ -215,14 +229,20 @@ class SimWorker:
                 self._host.export(self, part, start_s, now_s)
         self._after_step(room=computed)
 
-    def _sample(self, sequence: SimSequence, now_s: float, intervals: list[float]) -> None:
-        sequence.tokens.append(0)
-        if sequence.last_token_s > 0:
-            interval_s = now_s - sequence.last_token_s
-            self._intervals.add(interval_s)
-            intervals.append(interval_s)
-        is_first = sequence.generated == 1
-        sequence.last_token_s = now_s
+    def _sample(self, chunk: Chunk, sequence: SimSequence, now_s: float, intervals: list[float]) -> None:
+        proposed, accepted = chunk.proposes, 0
+        if self._acceptance is not None:
+            accepted = self._acceptance.accepted(sequence.index, len(sequence.tokens), proposed)
+        is_first = sequence.generated == 0
+        for _ in range(1 + accepted):
+            sequence.tokens.append(0)
+            if sequence.last_token_s > 0:
+                interval_s = now_s - sequence.last_token_s
+                self._intervals.add(interval_s)
+                intervals.append(interval_s)
+            sequence.last_token_s = now_s
+        if proposed:
+            self.scheduler.accept(chunk, min(proposed, accepted + 1), accepted)
         if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
             self.scheduler.finish(sequence)
         if is_first:

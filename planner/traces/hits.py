@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.traces.trace import TrafficTrace
 
 
@@ -20,15 +23,22 @@ class PrefixHits:
 
 
 def infinite_cache_hits(trace: TrafficTrace) -> PrefixHits:
-    """Counts the leading blocks of each prompt that an earlier prompt had, at most the whole prompt."""
     total = int(trace.prompt_tokens.sum())
     if trace.prefixes is None:
         return PrefixHits(total, 0, 0, 0)
+    ids = trace.prefixes.ids
+    return PrefixHits(total, int(cached_tokens(trace).sum()), len(ids), len(set(ids.tolist())))
+
+
+def cached_tokens(trace: TrafficTrace) -> NDArray[np.int64]:
+    """The tokens of each prompt in leading blocks that an earlier prompt had, at most the whole prompt."""
+    found = np.zeros(len(trace), np.int64)
+    if trace.prefixes is None:
+        return found
     seen: set[int] = set()
-    hit_tokens = 0
     for index in range(len(trace)):
         ids = trace.prefixes.of(index).tolist()
         leading = next((at for at, block in enumerate(ids) if block not in seen), len(ids))
-        hit_tokens += min(leading * trace.prefixes.block_tokens, int(trace.prompt_tokens[index]))
+        found[index] = min(leading * trace.prefixes.block_tokens, int(trace.prompt_tokens[index]))
         seen.update(ids)
-    return PrefixHits(total, hit_tokens, len(trace.prefixes.ids), len(seen))
+    return found

@@ -2,17 +2,19 @@
 
 Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks.
 Request log: `arrival_s`, `prompt_tokens`, `output_tokens`; optionally `block_tokens` with `block_hashes` (salted;
-hexadecimal or numbers), `class`, `tenant`. Other columns are refused, to catch misspellings.
+hexadecimal or numbers), `class`, `tenant`. Both may name a model. Other columns are refused, to catch misspellings,
+unless the user chooses rows by them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from planner.traces.rows import MODELS, Condition, RowChoice
 from planner.traces.trace import DEFAULT_CLASS, TraceBuilder, TrafficTrace
 from tandem.errors import InputError
 
@@ -23,26 +25,29 @@ _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 _LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant"}
 
 
-def read_mooncake(path: Path) -> TrafficTrace:
+def read_mooncake(path: Path, where: Sequence[Condition] = ()) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     builder = TraceBuilder(path.name, MOONCAKE_BLOCK_TOKENS)
-    for line, row in _rows(path, builder, _MOONCAKE, _MOONCAKE):
+    choice = RowChoice(path.name, where)
+    for line, row in choice.of(_rows(path, builder, _allowed(_MOONCAKE, where), _MOONCAKE)):
         arrival_ms = _number(builder, line, row, "timestamp")
         prompt = _count(builder, line, row, "input_length")
         output = _count(builder, line, row, "output_length")
         ids = _ids(builder, line, row, "hash_ids")
         builder.add(line, arrival_ms / 1000, prompt, output, ids)
-    return builder.build()
+    return builder.build(tuple(choice.notes()))
 
 
-def read_request_log(path: Path) -> TrafficTrace:
+def read_request_log(path: Path, where: Sequence[Condition] = ()) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
-    block_tokens = _first_block_tokens(path)
+    block_tokens = _first_block_tokens(path, where)
     builder = TraceBuilder(path.name, block_tokens, most_early_s=LOG_EARLY_S)
-    for line, row in _rows(path, builder, _LOG, {"arrival_s", "prompt_tokens", "output_tokens"}):
+    choice = RowChoice(path.name, where)
+    needed = {"arrival_s", "prompt_tokens", "output_tokens"}
+    for line, row in choice.of(_rows(path, builder, _allowed(_LOG, where), needed)):
         ids = _ids(builder, line, row, "block_hashes") if "block_hashes" in row else []
         if ids and row.get("block_tokens") != block_tokens:
-            raise builder.wrong(line, "block_tokens", f"{block_tokens}, as in the first line", row.get("block_tokens"))
+            raise builder.wrong(line, "block_tokens", f"{block_tokens}, as in the first row", row.get("block_tokens"))
         label = (_text(builder, line, row, "class"), _text(builder, line, row, "tenant"))
         builder.add(
             line,
@@ -52,7 +57,7 @@ def read_request_log(path: Path) -> TrafficTrace:
             ids,
             label,
         )
-    return builder.build()
+    return builder.build(tuple(choice.notes()))
 
 
 def write_request_log(trace: TrafficTrace, path: Path) -> None:
@@ -81,30 +86,42 @@ def _first_line(path: Path) -> str:
         return file.readline(1 << 24)
 
 
-def _first_block_tokens(path: Path) -> int | None:
-    row = _object(path.name, 1, _first_line(path))
+def _allowed(known: set[str], where: Sequence[Condition]) -> set[str]:
+    return {*known, *MODELS, *(each.column for each in where)}
+
+
+def _first_block_tokens(path: Path, where: Sequence[Condition]) -> int | None:
+    """Of the first row that is chosen."""
+    line, row = next(
+        (found for found in _objects(path) if all(each.holds(found[1]) for each in where)), (1, dict[str, Any]())
+    )
     if "block_hashes" not in row:
         return None
     value = row.get("block_tokens")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
         raise InputError(
-            f"{path.name}, line 1, block_tokens: expected the tokens of each block (1 to 65536), got {value!r}",
+            f"{path.name}, line {line}, block_tokens: expected the tokens of each block (1 to 65536), got {value!r}",
             field="block_tokens",
         )
     return value
 
 
 def _rows(path: Path, builder: TraceBuilder, known: set[str], needed: set[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, row in _objects(path):
+        if missing := sorted(needed - row.keys()):
+            raise builder.wrong(line, missing[0], "a value", "none")
+        if unknown := sorted(row.keys() - known):
+            raise builder.wrong(line, unknown[0], f"only the columns {', '.join(sorted(known))}", unknown[0])
+        yield line, row
+
+
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
-                raise builder.wrong(line, "row", "a JSON object", "an empty line")
-            row = _object(path.name, line, text)
-            if missing := sorted(needed - row.keys()):
-                raise builder.wrong(line, missing[0], "a value", "none")
-            if unknown := sorted(row.keys() - known):
-                raise builder.wrong(line, unknown[0], f"only the columns {', '.join(sorted(known))}", unknown[0])
-            yield line, row
+                raise InputError(f"{path.name}, line {line}: expected a JSON object, got an empty line", field="row")
+            yield line, _object(path.name, line, text)
 
 
 def _object(name: str, line: int, text: str) -> dict[str, Any]:

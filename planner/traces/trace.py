@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.errors import InputError
 
-MAX_TOKENS = 1 << 30
+MAX_TOKENS = 10_000_000  # the longest context of a published model
 DEFAULT_CLASS = ""
 
 
@@ -32,6 +33,22 @@ class PrefixBlocks:
         before = int(self.ends[start - 1]) if start else 0
         ids = self.ids[before : int(self.ends[end - 1])]
         return replace(self, ids=ids, ends=self.ends[start:end] - before)
+
+    def rows(self, index: NDArray[np.int64]) -> PrefixBlocks:
+        """Of these requests. A request that comes again shares what others shared with it, not what it had alone."""
+        _, at, holders = np.unique(self.ids, return_inverse=True, return_counts=True)
+        is_shared, fresh = holders[at] > 1, int(self.ids.max(initial=0)) + 1
+        seen: set[int] = set()
+        rows: list[NDArray[np.int64]] = []
+        for each in index.tolist():
+            start = int(self.ends[each - 1]) if each else 0
+            row = self.ids[start : int(self.ends[each])]
+            if each in seen:
+                new = fresh + np.arange(len(row))
+                row, fresh = np.where(is_shared[start : start + len(row)], row, new), fresh + len(row)
+            seen.add(each)
+            rows.append(row)
+        return replace(self, ids=np.concatenate(rows), ends=np.cumsum([len(row) for row in rows]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,28 @@ class TrafficTrace:
             prefixes=None if self.prefixes is None else self.prefixes.stretch(start, end),
             label=None if self.label is None else self.label[start:end],
         )
+
+    def rows(self, index: NDArray[np.int64], arrival_s: NDArray[np.float64]) -> TrafficTrace:
+        """The requests of these rows, at other times."""
+        return replace(
+            self,
+            arrival_s=arrival_s,
+            prompt_tokens=self.prompt_tokens[index],
+            output_tokens=self.output_tokens[index],
+            prefixes=None if self.prefixes is None else self.prefixes.rows(index),
+            label=None if self.label is None else self.label[index],
+        )
+
+    def resampled(self, seed: int) -> TrafficTrace:
+        """Other traffic of this kind: blocks of √n requests in a row, drawn at random, with the times between them (the
+        circular block bootstrap of Politis and Romano, 1992)."""
+        count = len(self)
+        block = max(1, round(math.sqrt(count)))
+        starts = np.random.default_rng(seed).integers(count, size=(-(-count // block), 1))
+        index = ((starts + np.arange(block)) % count).ravel()[:count]
+        gaps_s = np.append(np.diff(self.arrival_s), self.span_s / count)
+        arrival_s = np.concatenate([[0.0], np.cumsum(gaps_s[index])[:-1]])
+        return replace(self.rows(index, arrival_s), notes=(*self.notes, f"resampled ({seed})"))
 
     def between(self, start_s: float, end_s: float) -> TrafficTrace:
         """Requests that arrive in [start_s, end_s)."""
@@ -218,17 +257,4 @@ class TraceBuilder:
 def in_order(trace: TrafficTrace) -> TrafficTrace:
     """Sorts by arrival; requests that arrive together keep their order."""
     order = np.argsort(trace.arrival_s, kind="stable")
-    if (order[1:] > order[:-1]).all():
-        return trace
-    prefixes = trace.prefixes
-    if prefixes is not None:
-        rows = [prefixes.of(int(index)) for index in order]
-        prefixes = PrefixBlocks(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
-    return replace(
-        trace,
-        arrival_s=trace.arrival_s[order],
-        prompt_tokens=trace.prompt_tokens[order],
-        output_tokens=trace.output_tokens[order],
-        prefixes=prefixes,
-        label=None if trace.label is None else trace.label[order],
-    )
+    return trace if (order[1:] > order[:-1]).all() else trace.rows(order, trace.arrival_s[order])

@@ -1,0 +1,71 @@
+"""How much of a traffic given devices serve, and how much more a plan does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from planner.hardware import Hardware
+from planner.search.goal import Goal
+from planner.search.headroom import LEAST_LOAD, Headroom
+from planner.search.plan import Plan, PlanSearch, SearchOptions
+from planner.search.trials import SearchProgress
+from planner.traces.trace import TrafficTrace
+from tandem.errors import ConfigError
+
+
+def plan_largest_load(
+    trace: TrafficTrace,
+    hardware: Hardware,
+    goal: Goal,
+    options: SearchOptions,
+    growth: float | None = None,
+    progress: SearchProgress = lambda what, done, total: None,
+) -> Plan:
+    """For the largest load that a layout of up to `goal.max_devices` serves within the goal; if none serves any, for
+    the least load that was tried. Raises as `make_plan` does, and ConfigError for a goal without a TTFT objective."""
+    ttft_s, devices = ttft_of(goal, "--max-load"), f"up to {goal.max_devices} x {hardware.device.name}"
+    with PlanSearch(trace, hardware, goal, options, progress) as search:
+        found = Headroom.measured(devices, search.is_met_at, search.span_s, ttft_s, growth)
+        plan = search.plan(LEAST_LOAD if found is None else found.load)
+    return replace(plan, headroom=found)
+
+
+def with_headroom(
+    plan: Plan,
+    trace: TrafficTrace,
+    hardware: Hardware,
+    options: SearchOptions,
+    growth: float,
+    progress: SearchProgress = lambda what, done, total: None,
+) -> Plan:
+    """With the largest load that the chosen layout serves, of the traffic that was planned for."""
+    layout = None if plan.chosen is None else plan.chosen.layout
+    if layout is None:
+        return plan
+    ttft_s = ttft_of(plan.goal, "--growth")
+    with PlanSearch(trace, hardware, plan.goal, options, progress) as search:
+        found = Headroom.measured(
+            "the plan", lambda load: search.is_met_by(layout, load), search.span_s, ttft_s, growth
+        )
+    return replace(plan, headroom=found)
+
+
+def ttft_of(goal: Goal, option: str) -> float:
+    """Raises ConfigError if `goal` has no TTFT objective: then requests may wait for ever, and any load is served."""
+    if goal.slo.ttft_s is None:
+        raise ConfigError(
+            f"{option}: expected --ttft with it: without it requests may wait without end, and any load meets the goal",
+            field="--ttft",
+        )
+    return goal.slo.ttft_s
+
+
+def check_growth(growth: float, goal: Goal) -> None:
+    """Raises ConfigError."""
+    ttft_of(goal, "--growth")
+    if not (0 < growth <= 1 and math.isfinite(growth)):
+        raise ConfigError(
+            f"--growth: expected a share above 0 and up to 1, such as 0.05 for 5 % a month, got {growth:g}",
+            field="--growth",
+        )

@@ -1,0 +1,37 @@
+"""What a plan must reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.simulator.setup import Slo
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`attainment`: the share of requests that must meet both objectives. `confidence`: the share of other traffics of
+    the same kind for which they must too."""
+
+    slo: Slo
+    attainment: float = 0.95
+    max_devices: int = 16
+    step_tokens: tuple[int, ...] = (2048, 8192)
+    max_running_requests: int = 256
+    confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.slo.ttft_s is None and self.slo.tpot_s is None:
+            raise ConfigError(
+                "--ttft: expected an objective, got neither --ttft nor --tpot: give one or both", field="--ttft"
+            )
+        if not 0 < self.attainment < 1:
+            raise ConfigError(
+                f"--attainment: expected a share above 0 and below 1, got {self.attainment:g}", field="--attainment"
+            )
+        if not 0 <= self.confidence <= 1:
+            raise ConfigError(
+                f"--confidence: expected a share from 0 to 1, got {self.confidence:g}", field="--confidence"
+            )
+        if self.max_devices < 1:
+            raise ConfigError(f"--devices: expected at least 1, got {self.max_devices}", field="--devices")

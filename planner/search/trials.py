@@ -1,0 +1,100 @@
+"""The simulations of a search: layouts under other traffics of the same kind, and under other conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.search.evaluate import Evaluation, Job, without_worker
+from planner.search.goal import Goal
+from planner.search.layout import ClusterLayout
+from planner.search.race import rank
+from planner.search.simulation_pool import SimulationPool
+
+SearchProgress = Callable[[str, int, int], None]  # description, jobs done, jobs in all
+RESAMPLES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled:
+    """A layout under `RESAMPLES` other traffics of the same kind: for how many of them it meets the goal, and the share
+    of requests within their objectives in the second worst and the second best of them."""
+
+    layout: ClusterLayout
+    met: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, found: Sequence[Evaluation], attainment: float) -> Resampled:
+        joint = sorted(each.joint for each in found)
+        return cls(found[0].layout, sum(share >= attainment for share in joint), joint[1], joint[-2])
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The plan under changed conditions. `evaluation` None: no service without that worker."""
+
+    name: str
+    evaluation: Evaluation | None
+    meets: bool
+
+
+class Trials:
+    """Runs and counts the simulations of one search."""
+
+    def __init__(self, pool: SimulationPool, goal: Goal, progress: SearchProgress) -> None:
+        self._pool, self._goal, self._progress = pool, goal, progress
+        self._resampled: dict[tuple[ClusterLayout, float], Resampled] = {}
+        self.simulated = 0
+
+    def is_sure(self, met: Evaluation) -> bool:
+        return not self._goal.confidence or self.resampled(met).met >= self._goal.confidence * RESAMPLES - 1e-9
+
+    def resampled(self, found: Evaluation) -> Resampled:
+        layout, key = found.layout, (found.layout, found.job.load)
+        if key not in self._resampled:
+            jobs = [replace(found.job, most_misses=None, resample=1 + number) for number in range(RESAMPLES)]
+            self._resampled[key] = Resampled.of(self.run(f"{layout}, other traffics", jobs), self._goal.attainment)
+        return self._resampled[key]
+
+    def around(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> list[Resampled]:
+        """Of the chosen layout, and before it of the best of the next cheaper price."""
+        cheaper = [each for each in finalists if each.layout.devices < chosen.layout.devices]
+        best = max(cheaper, key=lambda each: (each.layout.devices, rank(each)), default=None)
+        return [self.resampled(each) for each in (best, chosen) if each is not None]
+
+    def variants(self, chosen: Evaluation, cost_error: float | None) -> list[Variant]:
+        """`cost_error`: the mean relative error of the step times."""
+        base = replace(chosen.job, most_misses=None)
+        jobs = {
+            "load -25 %": replace(base, load=0.75 * base.load),
+            "load +25 %": replace(base, load=1.25 * base.load),
+            "prompts +25 %": replace(base, prompts=1.25),
+            "answers +25 %": replace(base, outputs=1.25),
+            "one prefill worker lost": without_worker(base, prefill=True),
+            "one decode worker lost": without_worker(base, prefill=False),
+        }
+        if cost_error:
+            jobs[f"steps {100 * cost_error:.0f} % slower"] = replace(base, steps=1 + cost_error)
+        if chosen.layout.is_aggregated:
+            del jobs["one prefill worker lost"]
+            jobs["one worker lost"] = jobs.pop("one decode worker lost")
+        known = [job for job in jobs.values() if job is not None]
+        found = iter(self.run("variants of the plan", known))
+        return [self._variant(name, None if job is None else next(found)) for name, job in jobs.items()]
+
+    def _variant(self, name: str, found: Evaluation | None) -> Variant:
+        return Variant(name, found, found is not None and found.meets(self._goal.attainment))
+
+    def run(self, what: str, jobs: Sequence[Job]) -> list[Evaluation]:
+        ended = 0
+
+        def done(_: Evaluation) -> None:
+            nonlocal ended
+            ended += 1
+            self._progress(what, ended, len(jobs))
+
+        self._progress(what, 0, len(jobs))
+        self.simulated += len(jobs)
+        return self._pool.run(jobs, done)
