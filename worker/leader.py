@@ -73,12 +73,16 @@ class Leader:
     def run(self) -> str:
         """Runs until a Stop event. Returns its reason."""
         while True:
+            collecting_s = self._engine.collect()
             busy = self._engine.has_work
-            for event in self._inbox.drain() if busy else self._inbox.wait(IDLE_TICK_S):
+            idle_s = IDLE_TICK_S if collecting_s is None else min(IDLE_TICK_S, collecting_s)
+            for event in self._inbox.drain() if busy else self._inbox.wait(idle_s):
                 if isinstance(event, Stop):
                     return event.reason
                 self._handle(event)
             self._tick()
+            if collecting_s is not None or self._engine.is_collecting:
+                self._report_collecting()
             self._flush()  # replies must not wait for the step
             if self._engine.has_work:
                 self._step()
@@ -96,6 +100,11 @@ class Leader:
         if self._requests.outbox.report_computing(self._requests.busy_sessions):
             self._service.send(Computing())
             self._service.flush()
+
+    def _report_collecting(self) -> None:
+        """Otherwise routers would take a worker that collects a batch for one that hangs."""
+        for session in self._requests.busy_sessions():
+            self._requests.outbox.frame(session).computing = True
 
     def _tick(self) -> None:
         now_s = time.monotonic()

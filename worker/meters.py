@@ -35,12 +35,14 @@ class _Histogram:
 
 
 class StepMeters:
-    """`peak_...`: sums over all ranks."""
+    """`peak_...`: sums over all ranks. `proposer`: of speculation, if any."""
 
-    def __init__(self, shape: WorkShape, *, peak_flops_per_s: float, peak_memory_bytes_per_s: float) -> None:
+    def __init__(
+        self, shape: WorkShape, *, peak_flops_per_s: float, peak_memory_bytes_per_s: float, proposer: str = ""
+    ) -> None:
         self._shape = shape
         self._totals = worker_pb2.WorkerMeters(
-            peak_flops_per_s=peak_flops_per_s, peak_memory_bytes_per_s=peak_memory_bytes_per_s
+            peak_flops_per_s=peak_flops_per_s, peak_memory_bytes_per_s=peak_memory_bytes_per_s, proposer=proposer
         )
         self._steps = {kind: _Histogram() for kind in StepKind}
 

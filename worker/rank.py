@@ -27,7 +27,8 @@ from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import Role, WireDtype
+from tandem.config.model import Role
+from tandem.config.transfer import WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
@@ -227,6 +228,7 @@ def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
         WorkShape.of(rank.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
         peak_flops_per_s=peaks.flops_per_s * launch.tp,
         peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
+        proposer="" if rank.engine.speculator is None else rank.engine.speculator.proposer.name,
     )
 
 

@@ -84,6 +84,7 @@ def parse_work(
         use_prefix_cache=use_prefix_cache,
         export_from_block=export_from_block,
         answered_tokens=work.answer_tokens,
+        prediction=tuple(work.prediction),
     )
 
 
@@ -91,6 +92,9 @@ def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
     frame = worker_pb2.StepToken(request_id=request_id, token_id=token.token_id)
     if token.cached_tokens is not None:
         frame.cached_tokens = token.cached_tokens
+    if (proposals := token.proposals) is not None:
+        frame.proposed_tokens, frame.accepted_tokens = proposals.proposed, proposals.accepted
+        frame.from_prediction = proposals.from_prediction
     if token.logprob is not None:
         _fill(frame.logprobs, token.token_id, token.logprob, token.top)
     return frame

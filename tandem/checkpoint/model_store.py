@@ -20,7 +20,7 @@ from typing import Final
 from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.model_config import ModelConfig
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
 
 Progress = Callable[[str], None]

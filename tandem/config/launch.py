@@ -13,19 +13,14 @@ from pathlib import Path
 from pydantic import Field
 
 from tandem.config.auth import AuthSpec
+from tandem.config.engine import EngineSpec
 from tandem.config.frozen import Frozen
 from tandem.config.log_format import LogFormat
+from tandem.config.model import ModelSpec, Role, SamplingDefaults, SpecialTokens
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import (
-    EngineSpec,
-    ModelSpec,
-    Role,
-    RouterSpec,
-    SamplingDefaults,
-    SpecialTokens,
-    TlsSpec,
-    TransferSpec,
-)
+from tandem.config.router import RouterSpec
+from tandem.config.security import TlsSpec
+from tandem.config.transfer import TransferSpec
 from tandem.errors import ConfigError
 
 AUTO_HOST = "auto"

@@ -57,7 +57,7 @@ class DecodeGraphs:
         return (
             not step.exports
             and len(step.sequences) <= self._sizes[-1]
-            and all(each.samples and len(each.token_ids) == 1 and not each.scored for each in step.sequences)
+            and all(_is_plain(each) for each in step.sequences)
         )
 
     def run(self, sequences: list[SequenceStep], tokens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,3 +163,8 @@ class _HostInputs:
             self.tables.numpy()[slot, : len(blocks)] = blocks
             check_blocks(self.tables.numpy()[slot, : len(blocks)], self._num_blocks)
             self._rows[slot] = blocks
+
+
+def _is_plain(sequence: SequenceStep) -> bool:
+    drafts = sequence.draft is not None
+    return bool(sequence.samples) and len(sequence.token_ids) == 1 and not sequence.scored and not drafts

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.memory import is_out_of_memory
 from tandem.engine.step import Draw, Penalties, SequenceStep, StepInput
 from tandem.errors import InsufficientMemory

@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 
 from tandem.checkpoint.model_config import ModelConfig
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.api import KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
+from tandem.engine.drafts.choose import Target, choose_drafts
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
-from tandem.engine.memory import available_bytes, is_out_of_memory, leaves_device_unusable
+from tandem.engine.memory import is_out_of_memory, leaves_device_unusable
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, StepInput
@@ -31,12 +32,13 @@ from tandem.grammar.masks import Grammars
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.machine_memory import available_bytes
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
+from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.scheduler import Scheduler
-from tandem.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Rank:
     """One rank, ready to run. Only rank 0 has a `leader`."""
 
     config: ModelConfig
+    model: Decoder
     layout: KvPoolLayout
     pool: KvPool
     max_model_tokens: int
@@ -133,6 +136,7 @@ def build_rank(
     if matrix.is_native:
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
+    drafts = choose_drafts(spec, Target(model_dir, model, matrix, kernels, paged, max_model_tokens))
     runner_of = partial(ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged)
     available, automatic = available_bytes(), spec.cpu_pool_bytes
     if memory is not None:
@@ -140,7 +144,7 @@ def build_rank(
         available = measured_budget(memory, spec, steps, records=paged is not None and paged.recorder is not None)
         available -= block.block_bytes  # the spare block
         automatic = available if group is None else group.least(available)  # ranks use the same block numbers
-    layout = pool_layout(spec, block, available, automatic)
+    layout = pool_layout(spec, block, available, automatic, drafts.block_bytes if drafts is not None else 0)
     slots = host_slots(spec, layout)
     with insufficient_memory(
         "engine.kv_memory_bytes",
@@ -149,8 +153,10 @@ def build_rank(
     ):
         pool = KvPool(layout, device, spare=paged is not None)
         host = HostPool(slots, pool) if slots else None
-        graphs = _record(model, pool, paged, spec, max_model_tokens)
-    runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs)
+        drafter = drafts.make(pool) if drafts is not None and drafts.make is not None else None
+        records = drafts is None or not drafts.needs_hidden
+        graphs = _record(model, pool, paged, spec, max_model_tokens) if records else None
+    runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs, drafter=drafter)
     leader = None
     if rank == 0:
         scheduler = Scheduler(
@@ -160,7 +166,8 @@ def build_rank(
             max_step_tokens=spec.max_step_tokens,
             max_model_tokens=max_model_tokens,
             window_tokens=config.traits.widest_window,
-            speculator=Speculator(spec.speculation_tokens) if spec.speculation == "lookup" else None,
+            speculator=None if drafts is None else drafts.speculator(spec),
+            batches=BatchRule.of(spec),
         )
         leader = Engine(
             runner,
@@ -170,7 +177,7 @@ def build_rank(
             group.check_failed_alike if group else None,
             Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
         )
-    return Rank(config, layout, pool, max_model_tokens, runner, group, leader)
+    return Rank(config, model, layout, pool, max_model_tokens, runner, group, leader)
 
 
 def _run_largest(

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.block_tables import check_blocks
 from tandem.engine.kv_pool import DTYPES, KvPool
-from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.machine_memory import available_bytes
 
 
 class HostPool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.fp8 import FP8
@@ -62,29 +62,32 @@ def block_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int)
     return KvPoolLayout(1, layers, kv_heads, spec.block_tokens, cell_width(head_dim, dtype), dtype)
 
 
-def pool_layout(spec: EngineSpec, block: KvPoolLayout, available: int, automatic: int) -> KvPoolLayout:
+def pool_layout(
+    spec: EngineSpec, block: KvPoolLayout, available: int, automatic: int, beside_block: int = 0
+) -> KvPoolLayout:
     """The pool's layout, with the configured number of blocks or as many as its memory holds.
 
     Args:
         available: bytes that the pool may take.
         automatic: bytes that it takes if neither its blocks nor its memory are configured.
+        beside_block: bytes that a draft model needs beside each block.
 
     Raises:
         InsufficientMemory: fewer than two blocks fit, or the pool is larger than `available`.
     """
     wanted = automatic if spec.kv_memory_bytes is None else spec.kv_memory_bytes
-    blocks = spec.kv_blocks or wanted // block.block_bytes
+    each = block.block_bytes + beside_block
+    blocks = spec.kv_blocks or wanted // each
     if blocks < 2:
         raise InsufficientMemory(
-            f"engine.kv_memory_bytes: expected at least {2 * block.block_bytes} (two KV blocks), got {wanted}",
+            f"engine.kv_memory_bytes: expected at least {2 * each} (two KV blocks), got {wanted}",
             field="engine.kv_memory_bytes",
         )
-    chosen = replace(block, num_blocks=blocks)
-    if chosen.pool_bytes > available:
+    if blocks * each > available:
         field = "engine.kv_blocks" if spec.kv_blocks else "engine.kv_memory_bytes"
         raise InsufficientMemory(
-            f"{field}: expected a KV pool that fits, got {chosen.pool_bytes} bytes where {available} are available; "
+            f"{field}: expected a KV pool that fits, got {blocks * each} bytes where {available} are available; "
             "lower it",
             field=field,
         )
-    return chosen
+    return replace(block, num_blocks=blocks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.kv_pool import DTYPES
 
 ROUNDS = 3

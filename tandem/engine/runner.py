@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,13 +10,12 @@ import numpy as np
 import torch
 
 from tandem.engine.api import KvExporter
-from tandem.engine.attention.attention import StepAttention
-from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.attention.varlen_attention import PagedBatch, StepRows, VarlenAttention
+from tandem.engine.attention.step_attention import attention_of
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
+from tandem.engine.drafts.drafter import Drafted, Drafter
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.layer_reports import LayerReports
@@ -32,7 +32,7 @@ REPORT_BYTES = 1 << 20  # KV bytes between reports: each report wakes the agent
 
 class ModelRunner:
     """Args: attention uses `paged`, else `kernels`, else torch over gathered blocks. `graphs` run the steps they
-    accept. `barrier` waits for every rank of the worker; None: there is only one."""
+    accept. `barrier` waits for every rank of the worker; None: there is only one. `drafter`: for steps with drafts."""
 
     def __init__(
         self,
@@ -45,16 +45,19 @@ class ModelRunner:
         barrier: Callable[[], None] | None = None,
         paged: PagedPath | None = None,
         graphs: DecodeGraphs | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._kernels = kernels
         self._host = host
         self._barrier = barrier
-        self._paged = paged
+        self.drafter = drafter
+        self.draft_seconds = 0.0  # that the last draft took
         self.samples_on_device = paged is not None  # on a GPU, where that costs less than copying the logits
         self.graphs = graphs
         self._last: Launched | None = None  # the last step run by graphs
         self._model = model
         self._pool = pool
+        self._paged = paged
         on_gpu = device.type == "cuda"
         self._reports = LayerReports(exporter, partial(record_event, device, blocking=True) if on_gpu else None)
         self._device = device
@@ -66,9 +69,9 @@ class ModelRunner:
         return self.graphs is not None and all(chosen) and self.graphs.takes(step)
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> Launched | None:
+    def launch(self, step: StepInput, drafted: Callable[[Drafted], None] | None = None) -> Launched | None:
         """Runs a step; None if it has no sequences. Returns on the leader after every rank has done the step's
-        copies."""
+        copies. `drafted` is called with the tokens that the step drafted, if it drafts any."""
         if step.copies is not None:
             assert self._host is not None  # only a host tier makes copies
             self._host.copy(step.copies)
@@ -83,12 +86,13 @@ class ModelRunner:
             logits, best, inputs = self.graphs.run(step.sequences, before)
             self._last = launched(step.sequences, logits, best, inputs, [], self._reports.flush)
             return self._last
-        token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
-        positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
+        sequences = self._drafted(step.sequences, drafted)
+        token_ids = [token for sequence in sequences for token in sequence.token_ids]
+        positions = [s.start + offset for s in sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []
         scored: list[tuple[SequenceStep, int]] = []
         end = 0
-        for sequence in step.sequences:
+        for sequence in sequences:
             if sequence.scored:
                 scored.append((sequence, end + sequence.scored_from))
             end += len(sequence.token_ids)
@@ -98,26 +102,35 @@ class ModelRunner:
         hidden = self._model.hidden(
             inputs,
             to_device(np.array(positions, dtype=np.int64), self._device),
-            self._attention(step.sequences),
+            self.attention_over(self._pool, sequences),
             partial(self._layer_done, reported),
         )
         sampled = to_device(np.array(rows, dtype=np.int64), self._device)
-        logits = self._model.logits(hidden[sampled])
+        hidden_of_samples = hidden[sampled]
+        if self.drafter is not None:
+            self.drafter.keep(hidden_of_samples)
+        logits = self._model.logits(hidden_of_samples)
         scores = [
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        return launched(step.sequences, logits, best, inputs[sampled], scores, self._reports.flush)
+        return launched(sequences, logits, best, inputs[sampled], scores, self._reports.flush)
 
-    def _attention(self, sequences: list[SequenceStep]) -> Attend:
-        pool, terms = self._pool, self._model.attention
-        if self._paged is not None:
-            rows = StepRows.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks)
-            return VarlenAttention(self._paged.of_step(rows), pool.tensor, PagedBatch.of(rows, self._device), terms)
-        if self._kernels is None:
-            return StepAttention(pool.tensor, pool.layout, sequences, terms)
-        return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)
+    def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> Attend:
+        return attention_of(self._kernels, self._paged, pool, self._model.attention, sequences)
+
+    def _drafted(self, sequences: list[SequenceStep], told: Callable[[Drafted], None] | None) -> list[SequenceStep]:
+        """The sequences with the tokens that they draft."""
+        if self.drafter is None or all(each.draft is None for each in sequences):
+            return sequences
+        began_s = time.perf_counter()
+        self.drafter.after_layer = self.after_layer
+        drafted = self.drafter.draft(sequences)
+        self.draft_seconds = time.perf_counter() - began_s
+        if told is not None:
+            told(drafted)
+        return [each.with_drafted(tokens) for each, tokens in zip(sequences, drafted, strict=True)]
 
     def _layer_done(self, reported: frozenset[int], layer: int) -> None:
         if layer in reported:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tandem.kvcache.host_tier import BlockCopies
@@ -41,13 +43,29 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None
 
 
+class DraftStep(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks draft for a request before they compute its `token_ids` and what they drafted after those.
+
+    `count` tokens, each drawn by one of `draws`; none: the likeliest ones. The draft model first computes `missing`,
+    which are the request's tokens from position `begin` on. `sample`: of the last step, the one that chose the last of
+    `token_ids`.
+    """
+
+    count: int
+    begin: int
+    missing: list[int]
+    sample: int
+    draws: list[Draw]
+
+
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` of one request from position `start` on, with its block table up to the last of them.
 
     `scored`: prompt tokens whose logprobs are requested, with the `top` most likely tokens; the first of them follows
     `token_ids[scored_from]`. `samples`: of how many last tokens the next one is chosen, 0 within a prompt.
     `greedy`: only the most likely tokens are needed. `draws`: the device chooses in these ways; `masked`: among tokens
-    that the host names later. Neither: the host chooses, and needs the logits.
+    that the host names later. Neither: the host chooses, and needs the logits. `draft`: tokens that the ranks draft
+    follow `token_ids`; `blocks`, `samples` and `draws` count them.
     """
 
     token_ids: list[int]
@@ -60,6 +78,10 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     greedy: bool = False
     draws: list[Draw] = []
     masked: bool = False
+    draft: DraftStep | None = None
+
+    def with_drafted(self, tokens: Sequence[int]) -> SequenceStep:
+        return msgspec.structs.replace(self, token_ids=[*self.token_ids, *tokens], draft=None)
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

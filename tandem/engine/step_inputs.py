@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.engine.step import Draw, Penalties, SequenceStep
+from tandem.engine.step import DraftStep, Draw, Penalties, SequenceStep
 from tandem.kvcache.layout import blocks_for
-from tandem.sampling.sampler import needs_only_argmax
+from tandem.sampling.sampler import COLDEST, needs_only_argmax
 from tandem.scheduler.plan import Chunk
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.proposers import Draft
 
 
 def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> SequenceStep:
     end = chunk.start + chunk.count
-    reach = end + len(chunk.proposed)
+    reach = end + chunk.proposes
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     greedy = needs_only_argmax(sequence.sampling)
@@ -31,11 +32,24 @@ def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> S
         greedy=greedy,
         draws=[next_draw(sequence, ahead) for ahead in range(drawn)],
         masked=drawn > 0 and sequence.grammar is not None,
+        draft=None if chunk.draft is None else _draft_step(sequence, chunk.draft),
     )
 
 
-def next_draw(sequence: Sequence, ahead: int = 0) -> Draw:
-    """`ahead`: proposed tokens before it, which no request with penalties has."""
+def _draft_step(sequence: Sequence, draft: Draft) -> DraftStep:
+    """Tokens are drafted with the noise of their positions, so that they agree with those chosen if the logits do."""
+    is_cold = sequence.sampling.temperature < COLDEST
+    return DraftStep(
+        count=draft.count,
+        begin=draft.begin,
+        missing=sequence.tokens[draft.begin : draft.end],
+        sample=draft.sample,
+        draws=[] if is_cold else [next_draw(sequence, ahead, penalised=False) for ahead in range(draft.count)],
+    )
+
+
+def next_draw(sequence: Sequence, ahead: int = 0, *, penalised: bool = True) -> Draw:
+    """`ahead`: proposed tokens before it, which no request with penalties has on a device."""
     params = sequence.sampling
     return Draw(
         position=len(sequence.tokens) + ahead,
@@ -44,7 +58,7 @@ def next_draw(sequence: Sequence, ahead: int = 0) -> Draw:
         top_k=params.top_k or 0,
         top_p=params.top_p,
         min_p=params.min_p,
-        penalties=_penalties(sequence) if params.changes_logits else None,
+        penalties=_penalties(sequence) if penalised and params.changes_logits else None,
         logprobs=params.logprobs,
     )
 

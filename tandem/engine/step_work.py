@@ -46,6 +46,11 @@ class StepWork(msgspec.Struct, frozen=True):  # created per chunk
 NO_WORK = StepWork()
 
 
+def chosen_experts(experts: int, per_token: int, tokens: int) -> float:
+    """How many of `experts` a layer reads for so many tokens, on average, if each token chooses evenly by chance."""
+    return experts * (1 - (1 - per_token / experts) ** tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkShape:
     """A whole model (before tensor parallelism), as needed for the cost of a step.
@@ -98,7 +103,7 @@ class WorkShape:
         return linear + 4.0 * self.attention_width * work.attended_tokens
 
     def memory_bytes(self, work: StepWork) -> float:
-        """Weights once, experts that may have been chosen, and the KV cache of all sequences in the step."""
+        """Weights once, the average number of chosen experts, and the KV cache of all sequences in the step."""
         tokens = work.prefill_tokens + work.decode_tokens
-        chosen = min(self.experts, self.experts_per_token * tokens)
+        chosen = chosen_experts(self.experts, self.experts_per_token, tokens) if self.experts else 0.0
         return self.weights_bytes + chosen * self.expert_bytes + work.kv_tokens * self.kv_token_bytes

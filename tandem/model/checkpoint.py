@@ -43,6 +43,16 @@ class Checkpoint:
                 files.update({name: (path, opened) for name in (promised or held)})
             yield cls(files, model_dir)
 
+    @classmethod
+    @contextmanager
+    def open_file(cls, path: Path) -> Iterator[Checkpoint]:
+        """One file with a name of its own."""
+        with _opened(path) as opened:
+            yield cls({name: (path, opened) for name in set(opened.keys())}, path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     @property
     def unread(self) -> frozenset[str]:
         """Names that were neither read nor left to another rank, which the model would silently ignore."""

@@ -143,8 +143,9 @@ class Decoder:
         positions: Tensor,
         attend: Attend,
         on_layer: Callable[[int], None] | None = None,
+        layers: int | None = None,
     ) -> Tensor:
-        """The hidden states of a step's tokens after all layers.
+        """The hidden states of a step's tokens after all layers, or after the first `layers`.
 
         Args:
             token_ids: [tokens] int64, each below `vocab_size`.
@@ -159,7 +160,7 @@ class Decoder:
         x = self._ends.embedding(token_ids)
         if self._embedding_scale != 1.0:
             x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers[:layers]):
             q, k, v = layer.attention.project(layer.attention_norm(x), rotations[self._rope_of[number]])
             attended = attend(number, q, k, v)
             if on_layer is not None:
@@ -168,9 +169,17 @@ class Decoder:
             x = x + _normed(layer.mlp(layer.mlp_norm(x)), layer.mlp_output_norm)
         return x
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → the same, as the head gets it."""
+        return self._ends.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab_size] fp32, equal on every rank."""
-        logits = self._ends.lm_head(self._ends.norm(hidden))
+        return self.logits_of_normed(self.normed(hidden))
+
+    def logits_of_normed(self, normed: Tensor) -> Tensor:
+        """As `logits`, of hidden states with another norm."""
+        logits = self._ends.lm_head(normed)
         return logits if self._softcap is None else (logits / self._softcap).tanh_().mul_(self._softcap)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from tandem.config.spec import EdgeTlsSpec
+from tandem.config.security import EdgeTlsSpec
 from tandem.rpc.tls import check_certificates, read_file, use_key_pair
 
 FIELD = "router.tls"

@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.rpc.identity import Identity, identities
 from tandem.rpc.tls import RenewedTls, TlsContexts
 

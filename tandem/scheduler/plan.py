@@ -10,6 +10,7 @@ from tandem.errors import TandemError
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.proposers import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,31 @@ class ExportRange:
 
 class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
     """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token, and then after
-    each of the `proposed` tokens, which follow that one."""
+    each of the `proposed` tokens, which follow that one. With a `draft` these are known once the ranks have drafted
+    them."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
     proposed: tuple[int, ...] = ()
+    draft: Draft | None = None
+
+    @property
+    def proposes(self) -> int:
+        """How many tokens follow the last one."""
+        return len(self.proposed) if self.draft is None else self.draft.count
 
     @property
     def computed_tokens(self) -> int:
-        return self.count + len(self.proposed)
+        return self.count + self.proposes
 
     @property
     def sampled_tokens(self) -> int:
-        return 1 + len(self.proposed) if self.samples else 0
+        return 1 + self.proposes if self.samples else 0
+
+    def with_proposal(self, proposed: tuple[int, ...] = (), draft: Draft | None = None) -> Chunk:
+        return Chunk(self.sequence, self.start, self.count, self.samples, proposed, draft)
 
     @classmethod
     def next_of(cls, sequence: Sequence, count: int) -> Chunk:
@@ -55,8 +66,7 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per to
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """`copies` are made first. `failed`: requests removed because they can never get the blocks they need, or cannot
-    be computed. `began`:
-    requests whose first prompt chunk is computed."""
+    be computed. `began`: requests whose first prompt chunk is computed."""
 
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]

@@ -4,23 +4,25 @@ Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OS
 with one token each; the rest of the budget goes to prompts in order of arrival, and then to proposed tokens. If a
 decoding request needs a block and none is available, the youngest running request is preempted: its blocks are
 released, and it is recomputed later, except for blocks that are still in the pool or its host tier.
+
+With a `BatchRule`, requests are collected while a batch runs, and become the next one when it has ended.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, RequestFailed, TandemError
 from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
+from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
+from tandem.scheduler.proposing import ProposalRoom, with_proposals
 from tandem.scheduler.sequence import Sequence, SequenceStage
-from tandem.speculation.speculator import Candidate, Speculator, Step
-
-log = logging.getLogger(__name__)
+from tandem.speculation.proposers import Verified
+from tandem.speculation.speculator import Speculator
 
 
 def _priority(sequence: Sequence) -> tuple[bool, int, int]:
@@ -39,9 +41,11 @@ class Scheduler:
     max_model_tokens: int
     window_tokens: int | None = None  # the widest window, if every layer has one: earlier tokens are never read
     speculator: Speculator | None = None
+    batches: BatchRule | None = None  # None: continuous batching
     preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
-    _waiting: deque[Sequence] = field(default_factory=deque)
+    _collected: list[Sequence] = field(default_factory=list)  # in order of arrival
+    _waiting: deque[Sequence] = field(default_factory=deque)  # of the batch, if there are batches
     _running: list[Sequence] = field(default_factory=list)
     _failed: list[tuple[str, TandemError]] = field(default_factory=list)
     _began: list[str] = field(default_factory=list)
@@ -56,8 +60,44 @@ class Scheduler:
         self._check(sequence)
         self._sequences[sequence.request_id] = sequence
         sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
+        if self.batches is not None:
+            sequence.stage = SequenceStage.COLLECTED
+            self._collected.append(sequence)
+            return
         self._waiting.append(sequence)
         self._stalled = False
+
+    def collect(self, now_s: float) -> float | None:
+        """With static and dynamic batching, begins the next batch if it is due, and otherwise returns when it will be
+        if no request comes or leaves. None: there is none to wait for."""
+        if self.batches is None or not self._collected or self._has_batch:
+            return None
+        batch = self._collected[: self._batch_size(self.batches.size)]
+        arrivals_s = [sequence.arrived_s for sequence in batch]
+        due_s = self.batches.begins_s(arrivals_s, is_full=len(batch) < len(self._collected))
+        if now_s < due_s:
+            return due_s
+        del self._collected[: len(batch)]
+        for sequence in batch:
+            sequence.stage = SequenceStage.WAITING
+        self._waiting.extend(batch)
+        self._stalled = False
+        return None
+
+    @property
+    def _has_batch(self) -> bool:
+        """Whether a request of the last batch is left. One that is moved away is, until it has left."""
+        held = (sequence.stage is SequenceStage.HELD for sequence in self._sequences.values())
+        return bool(self._waiting or self._running) or any(held)
+
+    def _batch_size(self, most: int) -> int:
+        """The number of collected requests whose prompts fit beside each other, from 1 to `most`."""
+        left = self.pool.available()
+        for number, sequence in enumerate(self._collected[:most]):
+            left -= blocks_for(sequence.prompt_tokens + 1, self.block_tokens)
+            if left < 0:
+                return max(1, number)
+        return min(most, len(self._collected))
 
     def reserve(self, sequence: Sequence) -> int:
         """Leases blocks for the whole prompt; returns how many leading ones are cached here.
@@ -68,7 +108,7 @@ class Scheduler:
             KvExhausted: too few blocks are available, or waiting requests need them. Nothing is changed.
         """
         self._check(sequence)
-        if len(self._sequences) >= self.max_running_requests:
+        if len(self._sequences) - len(self._collected) >= self.max_running_requests:
             raise KvExhausted(
                 f"this worker is at its limit of {self.max_running_requests} requests: try another worker, or retry"
             )
@@ -182,7 +222,9 @@ class Scheduler:
         return sequence
 
     def _remove(self, sequence: Sequence) -> None:
-        if sequence.stage is SequenceStage.WAITING:
+        if sequence.stage is SequenceStage.COLLECTED:
+            self._collected.remove(sequence)
+        elif sequence.stage is SequenceStage.WAITING:
             self._waiting.remove(sequence)
         elif sequence.stage is SequenceStage.RUNNING:
             self._running.remove(sequence)
@@ -205,7 +247,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._collected)
 
     @property
     def running(self) -> int:
@@ -221,7 +263,8 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens not yet computed, without those that waiting requests will find in the cache."""
-        unstarted = sum(sequence.pending_tokens - sequence.expected_cached_tokens for sequence in self._waiting)
+        waiting = chain(self._waiting, self._collected)
+        unstarted = sum(sequence.pending_tokens - sequence.expected_cached_tokens for sequence in waiting)
         return unstarted + sum(max(0, sequence.pending_tokens - 1) for sequence in self._running)
 
     def schedule(self) -> StepPlan:
@@ -245,8 +288,8 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
-        if self.speculator is not None and not self._short_of_blocks:
-            chunks = self._with_proposals(chunks, self.speculator)
+        if self.speculator is not None and not self._short_of_blocks and not self.speculator.rests():
+            chunks = with_proposals(chunks, self.speculator, self._proposal_room())
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
             try:
@@ -271,7 +314,7 @@ class Scheduler:
         return (
             len(order) == len(self._running)
             and order == sorted(order)
-            and all(chunk.samples and not chunk.proposed and chunk.sequence.generated for chunk in plan.chunks)
+            and all(chunk.samples and not chunk.proposes and chunk.sequence.generated for chunk in plan.chunks)
             and not (self._waiting or self._exports)
             and self.pool.available() >= len(order)
         )
@@ -291,12 +334,21 @@ class Scheduler:
                 failed[chunk.sequence] = RequestFailed.by(error)
         return failed
 
-    def accept(self, chunk: Chunk, compared: int, accepted: int) -> None:
+    def accept(self, chunk: Chunk, compared: int, accepted: int, run: tuple[int, ...] = ()) -> None:
         """Records that of an executed chunk's proposed tokens the first `compared` were compared with those chosen, and
-        the first `accepted` are the answer's, to which they were appended. The KV of the others will be overwritten."""
+        the first `accepted` are the answer's, to which they were appended. The KV of the others will be overwritten.
+        `run`: as in `Verified`."""
         sequence = chunk.sequence
         if self.speculator is not None and sequence.speculation is not None:
-            self.speculator.learn(sequence.speculation, len(chunk.proposed), compared, accepted)
+            verified = Verified(
+                start=chunk.start + chunk.count,
+                proposed=chunk.proposes,
+                compared=compared,
+                accepted=accepted,
+                draft=chunk.draft,
+                run=run,
+            )
+            self.speculator.learn(sequence.speculation, verified)
         # The last token is computed in the next step, for its logits.
         sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
         self._commit(sequence)
@@ -305,40 +357,10 @@ class Scheduler:
         self.pool.release(sequence.blocks[needed:], sequence.hold)
         del sequence.blocks[needed:]
 
-    def _with_proposals(self, chunks: list[Chunk], speculator: Speculator) -> list[Chunk]:
-        """With what is left of the tokens, and of blocks beside one for each running request. Without, if proposing
-        fails."""
-        able = [chunk for chunk in chunks if chunk.samples and chunk.sequence.takes_proposals]
-        tokens = sum(chunk.count for chunk in chunks)
-        step = Step(tokens, sum(chunk.samples for chunk in chunks), self.max_step_tokens - tokens)
-        if not able or step.room < 1:
-            return chunks
-        try:
-            proposals = speculator.propose([self._candidate(chunk.sequence) for chunk in able], step)
-        except Exception:
-            log.exception("a step has no proposals")
-            return chunks
-        found = {chunk.sequence: proposed for chunk, proposed in zip(able, proposals, strict=True) if proposed}
-        return [
-            Chunk(each.sequence, each.start, each.count, each.samples, self._fitting(each.sequence, found))
-            if each.sequence in found
-            else each
-            for each in chunks
-        ]
-
-    def _candidate(self, sequence: Sequence) -> Candidate:
-        assert sequence.speculation is not None
-        last = min(sequence.prompt_tokens + sequence.sampling.max_tokens, self.max_model_tokens) - 1
-        return Candidate(sequence.speculation, sequence.tokens, last - len(sequence.tokens))
-
-    def _fitting(self, sequence: Sequence, found: Mapping[Sequence, tuple[int, ...]]) -> tuple[int, ...]:
-        """Allocates blocks for proposed tokens if a block for each running request stays; those that fit."""
-        proposed = found[sequence]
-        fresh = blocks_for(len(sequence.tokens) + len(proposed), self.block_tokens) - len(sequence.blocks)
-        fresh = min(fresh, self.pool.available() - len(self._running))
-        if fresh > 0:
-            sequence.blocks += self.pool.acquire([], fresh, BlockHold.USE)
-        return proposed[: len(sequence.blocks) * self.block_tokens - len(sequence.tokens)]
+    def _proposal_room(self) -> ProposalRoom:
+        return ProposalRoom(
+            self.pool, self.block_tokens, self.max_step_tokens, self.max_model_tokens, running=len(self._running)
+        )
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
         """Allocates blocks for a running request's next `count` tokens; returns how many tokens fit.
@@ -454,6 +476,8 @@ class Scheduler:
         self._running.remove(sequence)
         self.pool.release(sequence.held_blocks, sequence.hold)
         sequence.blocks, sequence.passed_blocks, sequence.computed, sequence.committed = [], 0, 0, 0
+        if sequence.speculation is not None:
+            sequence.speculation.moved()
         sequence.stage = SequenceStage.WAITING
         sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)

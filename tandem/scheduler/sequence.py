@@ -9,14 +9,15 @@ from tandem.grammar.masks import GrammarRun
 from tandem.kvcache.block_pool import BlockHold
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
-from tandem.speculation.speculator import Speculation
+from tandem.speculation.proposers import Speculation
 from tandem.token_history import TokenHistory
 
 
 class SequenceStage(StrEnum):
     """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING; RUNNING ↔ HELD → (gone). Preemption
-    returns to WAITING."""
+    returns to WAITING. With static and dynamic batching COLLECTED → WAITING."""
 
+    COLLECTED = "collected"  # for the next batch
     WAITING = "waiting"
     RUNNING = "running"
     RESERVED = "reserved"  # blocks leased, and filled by an import
@@ -40,6 +41,7 @@ class Sequence:
     hash_key: HashKey
     block_tokens: int
     arrival: int
+    arrived_s: float = 0.0
     use_prefix_cache: bool = True
     export_from_block: int | None = None
     answered_tokens: int = 0  # last prompt tokens, generated before by another engine
@@ -100,6 +102,10 @@ class Sequence:
     def is_awaiting_mask(self) -> bool:
         """Whether its next token could not be chosen, however long the step takes."""
         return self.grammar is not None and self.grammar.is_awaited(self.tokens)
+
+    def ends_at(self, tokens: int, max_model_tokens: int) -> bool:
+        """Whether it ends when it has `tokens` tokens, whatever they are."""
+        return tokens >= max_model_tokens or tokens - self.prompt_tokens >= self.sampling.max_tokens
 
     def history(self, tokens: int) -> TokenHistory:
         """The first `tokens` tokens, for penalties; created once and extended with new tokens, never fewer."""

@@ -27,20 +27,15 @@ class Rate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Of all requests of an engine. `match`: how many tokens before the proposal agreed with its source."""
+    """Of all requests of an engine, by the proposer's `kind` of proposal."""
 
-    of_matches: dict[int, Rate] = field(default_factory=dict)
+    of_kinds: dict[int, Rate] = field(default_factory=dict)
 
-    def of(self, own: Rate, match: int) -> float:
+    def of(self, own: Rate, kind: int) -> float:
         """The probability that one more token is accepted if those before it were."""
-        of_all = self.of_matches.get(_bucket(match), Rate()).value(prior=0.6, weight=2.0)
+        of_all = self.of_kinds.get(kind, Rate()).value(prior=0.6, weight=2.0)
         return own.value(prior=of_all, weight=_WEIGHT_OF_ALL)
 
-    def learn(self, own: Rate, match: int, compared: int, accepted: int) -> None:
+    def learn(self, own: Rate, kind: int, compared: int, accepted: int) -> None:
         own.learn(compared, accepted, _KEPT)
-        self.of_matches.setdefault(_bucket(match), Rate()).learn(compared, accepted, _KEPT_OF_ALL)
-
-
-def _bucket(match: int) -> int:
-    """3, 4, 5–8, 9–16, more."""
-    return (match - 1).bit_length()
+        self.of_kinds.setdefault(kind, Rate()).learn(compared, accepted, _KEPT_OF_ALL)

@@ -7,38 +7,28 @@ token is accepted exactly if it is the one that the model chose, so an answer is
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
-from tandem.speculation.acceptance import Acceptance, Rate
-from tandem.speculation.lookup import Found, TokenIndex
+from tandem.speculation.acceptance import Acceptance
+from tandem.speculation.proposers import (
+    NOTHING,
+    Candidate,
+    Drafting,
+    Proposal,
+    Proposer,
+    Prospect,
+    Speculation,
+    Verified,
+)
 from tandem.speculation.step_costs import StepCosts
 
-log = logging.getLogger(__name__)
-
-_INDEXED_AT_ONCE = 2048  # tokens in a step: about a millisecond
 _MARGIN = 1.15  # a token has to pay that much more than it costs: choosing and reporting it costs too
-_TRY_EVERY = 64  # of steps in which nothing pays, one tries a token: costs and texts change
-
-
-@dataclass(slots=True)
-class Speculation:
-    """What is known of one request."""
-
-    index: TokenIndex = field(default_factory=TokenIndex)
-    rate: Rate = field(default_factory=Rate)
-    match: int = 0  # of the proposal under way
-    has_failed: bool = False  # nothing is proposed any more
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request that may take `most` proposed tokens after `tokens`."""
-
-    state: Speculation
-    tokens: list[int]
-    most: int
+_LEAST_GAIN = 1.05  # of a step with drafts over one without
+_TRY_EVERY = 64  # of looks in which nothing pays, one tries a token: costs and texts change
+_RESTS_AFTER = 16  # steps in a row without proposals
+_LOOKS_EVERY = 16  # steps while it rests
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,73 +41,132 @@ class Step:
 
 
 class Speculator:
-    """`most`: tokens proposed for one request in a step."""
+    """`most`: tokens proposed for one request in a step. `rests`: while nothing is proposed, it looks for proposals in
+    few steps only, so that the others may be launched before the tokens of the step before are known. `adaptive`
+    False: proposes as many as it can, whether they pay or not."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, proposer: Proposer | Drafting, *, rests: bool = False, adaptive: bool = True) -> None:
         self.most = most
+        self._adaptive = adaptive
+        self._may_rest = rests
+        self._steps_without = 0
+        self._rested = 0  # steps since it looked, modulo _LOOKS_EVERY
+        self.proposer = proposer
+        self.drafting = proposer if isinstance(proposer, Drafting) else None
         self.costs = StepCosts()
-        self.proposed = self.accepted = 0
+        self.pass_costs = StepCosts()  # of the ranks' drafting, by rows
+        self.proposed = self.accepted = self.refused = 0  # tokens; refused: that were compared and wrong
+        self.step = 0  # that the ranks computed
         self._acceptance = Acceptance()
-        self._in_vain = 0  # steps in which something was found and nothing paid
+        self._in_vain = 0  # looks in which something was found and nothing paid
+        self._is_trying = False
 
-    def propose(self, candidates: Sequence[Candidate], step: Step) -> list[tuple[int, ...]]:
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step has no proposals, whatever the tokens before it are."""
+        return self._may_rest and self._steps_without >= _RESTS_AFTER and self._rested + 1 < _LOOKS_EVERY
+
+    def rests(self) -> bool:
+        """Called once for each step that could have proposals."""
+        resting = self.is_resting
+        self._rested = self._rested + 1 if resting else 0
+        return resting
+
+    def propose(self, candidates: Sequence[Candidate], step: Step) -> list[Proposal]:
         """Proposals in the order of the candidates, many empty, at most `step.room` tokens in all."""
-        found = self._found(candidates)
-        states = [each.state for each in candidates]
-        lengths = self._lengths(states, found, step)
-        if not any(lengths) and (able := [number for number, each in enumerate(found) if each is not None]):
-            self._in_vain += 1
-            tries, rest = divmod(self._in_vain, _TRY_EVERY)
-            if rest == 0 and step.room > 0:
-                lengths[able[tries % len(able)]] = 1
-        proposals: list[tuple[int, ...]] = []
-        for state, each, length in zip(states, found, lengths, strict=True):
-            proposals.append(() if each is None else each.tokens[:length])
-            state.match = 0 if each is None else each.match
-        return proposals
-
-    def _found(self, candidates: Sequence[Candidate]) -> list[Found | None]:
-        """Indexes long prompts over several steps, few tokens at once for all requests together."""
-        budget, found = _INDEXED_AT_ONCE, list[Found | None]()
         for each in candidates:
-            try:
-                index, lag = each.state.index, each.state.index.lag(each.tokens)
-                count = lag if lag <= self.most + 1 else min(lag, budget)
-                index.extend(each.tokens, count)
-                budget -= count if lag > self.most + 1 else 0
-                found.append(None if each.state.has_failed else index.find(each.tokens, min(each.most, self.most)))
-            except Exception:  # the answer goes on without proposals
-                log.warning("nothing is proposed any more for a request: look-up failed", exc_info=True)
-                each.state.has_failed = True
-                found.append(None)
-        return found
+            if each.state.step != self.step:
+                each.state.sample = -1
+        prospects = self.proposer.prospects(candidates, self.most)
+        counts = self._counts(candidates, prospects, step)
+        able = [(each.missing, number) for number, each in enumerate(prospects) if each is not None]
+        if able and not any(counts):
+            self._try_one(able, counts, step.room)
+        self._steps_without = 0 if any(counts) else self._steps_without + 1
+        for candidate, prospect in zip(candidates, prospects, strict=True):
+            candidate.state.kind = 0 if prospect is None else prospect.kind
+        if self.drafting is not None:
+            drafts = self.drafting.drafts(candidates, counts)
+            self._is_trying = self._is_trying and not any(each is not None and each.count for each in drafts)
+            return [NOTHING if each is None else Proposal(draft=each) for each in drafts]
+        self._is_trying = self._is_trying and not any(counts)
+        pairs = zip(prospects, counts, strict=True)
+        return [NOTHING if each is None or not count else Proposal(each.tokens[:count]) for each, count in pairs]
 
-    def _lengths(self, states: list[Speculation], found: list[Found | None], step: Step) -> list[int]:
+    def found_nothing(self) -> None:
+        """Of a step none of whose requests may have proposals."""
+        self._steps_without += 1
+
+    def _try_one(self, able: list[tuple[int, int]], counts: list[int], room: int) -> None:
+        """Now and then a token of one request, and for a draft model in each step until it has drafted one: first it
+        computes what it misses, where that is least. `able`: missing tokens and number of each."""
+        self._in_vain += 1
+        self._is_trying = self._is_trying or self._in_vain % _TRY_EVERY == 0
+        if self._is_trying and room > 0:
+            least = min(missing for missing, _ in able)
+            ready = [number for missing, number in able if missing == least]
+            counts[ready[self._in_vain // _TRY_EVERY % len(ready)]] = 1
+
+    def _counts(self, candidates: Sequence[Candidate], prospects: list[Prospect | None], step: Step) -> list[int]:
+        chances = [
+            0.0 if prospect is None else self._acceptance.of(each.state.rate, prospect.kind)
+            for each, prospect in zip(candidates, prospects, strict=True)
+        ]
+        most = [0 if prospect is None else prospect.count for prospect in prospects]
+        if not self._adaptive:
+            before = accumulate(most, initial=0)
+            return [max(0, min(count, step.room - taken)) for count, taken in zip(most, before, strict=False)]
+        if self.drafting is None:
+            return self._of_text(chances, most, step)
+        return self._of_drafts(chances, most, step, at_once=self.drafting.at_once)
+
+    def _of_text(self, chances: list[float], most: list[int], step: Step) -> list[int]:
         """Adds the likeliest token of all again and again, as long as the tokens that the step gives for its time rise
         by it."""
         fixed_s, token_s = self.costs.line()
-        lengths = [0] * len(found)
-        chances: list[tuple[float, int, float]] = []
-        for number, (state, each) in enumerate(zip(states, found, strict=True)):
-            if each is not None:
-                chance = self._acceptance.of(state.rate, each.match)
-                chances.append((-chance, number, chance))
-        heapq.heapify(chances)
+        counts = [0] * len(chances)
+        queue = [(-chance, number) for number, chance in enumerate(chances) if most[number]]
+        heapq.heapify(queue)
         answered, computed = float(step.answered), step.tokens
-        while chances and sum(lengths) < step.room:
-            negative, number, chance = heapq.heappop(chances)
+        while queue and computed < step.tokens + step.room:
+            negative, number = heapq.heappop(queue)
             if -negative * (fixed_s + token_s * computed) <= _MARGIN * token_s * answered:
                 break
-            lengths[number] += 1
+            counts[number] += 1
             answered, computed = answered - negative, computed + 1
-            each = found[number]
-            if each is not None and lengths[number] < len(each.tokens):
-                heapq.heappush(chances, (negative * chance, number, chance))
-        return lengths
+            if counts[number] < most[number]:
+                heapq.heappush(queue, (negative * chances[number], number))
+        return counts
 
-    def learn(self, state: Speculation, proposed: int, compared: int, accepted: int) -> None:
-        """Of `proposed` tokens `compared` ones were compared with what the model chose: up to the first wrong one, or
-        to where the answer ended or its grammar took over."""
-        self.proposed += proposed
-        self.accepted += accepted
-        self._acceptance.learn(state.rate, state.match, compared, accepted)
+    def _of_drafts(self, chances: list[float], most: list[int], step: Step, *, at_once: bool) -> list[int]:
+        """Adds the next token of each request whose next one pays, again and again, and keeps the best so far. Each
+        round costs the ranks a pass, unless they draft all `at_once`."""
+        fixed_s, token_s = self.costs.line()
+        pass_s, row_s = self._pass_line(fixed_s, token_s)
+        answered, seconds, room = float(step.answered), fixed_s + token_s * step.tokens, step.room
+        counts, best, best_rate = [0] * len(chances), [0] * len(chances), _LEAST_GAIN * answered / seconds
+        for depth in range(1, max(most, default=0) + 1):
+            gains = {number: chance**depth for number, chance in enumerate(chances) if depth <= most[number]}
+            paying = [number for number, gain in gains.items() if gain * seconds > (token_s + row_s) * answered][:room]
+            if not paying:
+                break
+            for number in paying:
+                counts[number] = depth
+            room -= len(paying)
+            answered += sum(gains[number] for number in paying)
+            seconds += len(paying) * (token_s + row_s) + (pass_s if depth == 1 or not at_once else 0.0)
+            if answered / seconds > best_rate:
+                best, best_rate = [*counts], answered / seconds
+        return best
+
+    def _pass_line(self, fixed_s: float, token_s: float) -> tuple[float, float]:
+        """Before the first pass it is taken to cost a fifth of a step."""
+        return self.pass_costs.line() if self.pass_costs.is_known else (fixed_s / 5, token_s / 5)
+
+    def learn(self, state: Speculation, verified: Verified) -> None:
+        self.proposer.learn(state, verified)
+        if verified.proposed:
+            self.proposed += verified.proposed
+            self.accepted += verified.accepted
+            self.refused += verified.compared - verified.accepted
+            self._acceptance.learn(state.rate, state.kind, verified.compared, verified.accepted)

@@ -37,6 +37,10 @@ class StepCosts:
         self._tokens_squared = self._tokens_squared * _KEPT + tokens * tokens
         self._product = self._product * _KEPT + tokens * seconds
 
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0.0
+
     def line(self) -> tuple[float, float]:
         """Seconds of a step (a), and of each of its tokens (b). Only their ratio is known before the first steps."""
         if not self._weight:

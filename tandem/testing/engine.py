@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.engine import Engine
@@ -14,6 +15,19 @@ from tandem.engine.factory import Rank, build_rank
 from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
+
+
+class Exported:
+    """What a rank was told to export. Everything is there when it is told."""
+
+    def __init__(self) -> None:
+        self.ranges: list[ExportRange] = []
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        self.ranges += ranges
+
+    def layer_done(self, layer: int) -> None:
+        """Does nothing."""
 
 
 class NoExport:
@@ -40,11 +54,14 @@ class EngineDriver:
         self.engine.add(make_request(name, prompt, sampling, **options))
 
     def run(self, most_steps: int = 5000) -> None:
-        """Runs steps until there is no work."""
+        """Runs steps until there is no work, and waits for batches that are collected."""
         for _ in range(most_steps):
-            if not self.engine.has_work:
+            if (collecting_s := self.engine.collect()) is not None:
+                time.sleep(collecting_s)
+            elif not self.engine.has_work:
                 return
-            self.take(self.engine.step())
+            else:
+                self.take(self.engine.step())
         raise InternalError("the engine still has work")
 
     def take(self, result: StepResult) -> None:
@@ -64,6 +81,41 @@ class EngineDriver:
         """Whether no block is leased or in use, and every block is accounted for."""
         load = self.engine.load()
         return load.host.conserved and load.blocks.conserved and load.blocks.leased == 0 and load.blocks.in_use == 0
+
+
+def answer_that_moves(
+    source: Rank,
+    exported: Exported,
+    drivers: tuple[EngineDriver, EngineDriver],
+    target: Rank,
+    request: EngineRequest,
+    after: int,
+) -> list[int]:
+    """The tokens of an answer that goes from `source`, which exports to `exported`, to `target` once it has so many
+    tokens or more."""
+    first, second = drivers
+    name, prompt, sampling = request.request_id, request.prompt, request.sampling
+    first.engine.add(request)
+    while len(first.tokens.get(name, ())) < after:
+        first.take(first.engine.step())
+    answer = first.tokens[name]
+    if first.ends:
+        return answer
+    had = len(answer) - 1
+    if not first.engine.hold(name):
+        raise InternalError("expected a request that decodes")
+    rest = replace(sampling, max_tokens=sampling.max_tokens - had)
+    taken_over = make_request(name, [*prompt, *answer[:-1]], rest, answered_tokens=had)
+    reservation = second.engine.reserve(taken_over)
+    first.engine.export_held(name, 0)
+    first.run()
+    for told in exported.ranges:
+        for logical, block in enumerate(told.block_ids, told.first_block):
+            target.pool.tensor[reservation.block_ids[logical]] = source.pool.tensor[block]
+    first.engine.cancel(name)
+    second.engine.join(name, answer[-1])
+    second.run()
+    return [*answer, *second.tokens[name]]
 
 
 def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> EngineRequest:

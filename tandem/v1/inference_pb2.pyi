@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: the only model served"""
     prompt: _builtins.str
@@ -71,6 +72,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def constraint(self) -> Global___Constraint: ...
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """sooner tokens with engine.speculation"""
+
     def __init__(
         self,
         *,
@@ -82,16 +87,44 @@ class GenerateRequest(_message.Message):
         user: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         constraint: Global___Constraint | None = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "input", b"input", "prediction", b"prediction", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "prediction", b"prediction", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """What the client expects the answer to be like. Where the two agree, a step gives several tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
@@ -773,20 +806,34 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
     """prompt tokens whose KV was cached"""
+    accepted_tokens: _builtins.int
+    """Tokens that workers proposed (engine.speculation): accepted ones are the answer's, unused ones were computed in vain."""
+    unused_tokens: _builtins.int
+    accepted_prediction_tokens: _builtins.int
+    """Of these, the ones from the request's prediction."""
+    rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        unused_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "unused_tokens", b"unused_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -359,6 +359,8 @@ class RequestTrace(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNUSED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     state: _builtins.str
@@ -373,6 +375,10 @@ class RequestTrace(_message.Message):
     cached_tokens_decode: _builtins.int
     first_token_s: _builtins.float
     total_s: _builtins.float
+    accepted_tokens: _builtins.int
+    """proposed by workers, and in the answer"""
+    unused_tokens: _builtins.int
+    """proposed by workers, and not"""
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
         """the last one produced the result"""
@@ -392,10 +398,12 @@ class RequestTrace(_message.Message):
         first_token_s: _builtins.float | None = ...,
         total_s: _builtins.float = ...,
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
+        accepted_tokens: _builtins.int = ...,
+        unused_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s", "first_token_s", b"first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s", "attempts", b"attempts", "cached_tokens_decode", b"cached_tokens_decode", "cached_tokens_prefill", b"cached_tokens_prefill", "completion_tokens", b"completion_tokens", "error", b"error", "first_token_s", b"first_token_s", "model", b"model", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "request_id", b"request_id", "state", b"state", "total_s", b"total_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s", "accepted_tokens", b"accepted_tokens", "attempts", b"attempts", "cached_tokens_decode", b"cached_tokens_decode", "cached_tokens_prefill", b"cached_tokens_prefill", "completion_tokens", b"completion_tokens", "error", b"error", "first_token_s", b"first_token_s", "model", b"model", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "request_id", b"request_id", "state", b"state", "total_s", b"total_s", "unused_tokens", b"unused_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_s: _TypeAlias = _typing.Literal["first_token_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_s: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s"]  # noqa: Y015

@@ -105,8 +105,8 @@ class WorkerFrame(_message.Message):
     later frames. 0: unknown.
     """
     computing: _builtins.bool
-    """A step takes long, and another of its layers was computed. Sent each second of such a step to every router that has
-    a request here.
+    """A step takes long, and another of its layers was computed; or requests are collected for a batch. Sent each second
+    of such a step, and at least each second while collecting, to every router that has a request here.
     """
     sent_at_s: _builtins.float
     """the worker's monotonic clock when it sent this frame; only differences are meaningful"""
@@ -281,6 +281,7 @@ class Work(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """created by the router, never by a client"""
     cache_salt: _builtins.bytes
@@ -292,6 +293,10 @@ class Work(_message.Message):
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___ResolvedSampling: ...
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the answer, by the client; only for the worker that decodes"""
+
     def __init__(
         self,
         *,
@@ -301,10 +306,11 @@ class Work(_message.Message):
         cache_salt: _builtins.bytes = ...,
         trace_id: _builtins.str = ...,
         answer_tokens: _builtins.int = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,6 +708,9 @@ class StepToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTING_AT_S_FIELD_NUMBER: _builtins.int
     SAMPLED_AT_S_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FROM_PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_id: _builtins.int
     cached_tokens: _builtins.int
@@ -711,6 +720,13 @@ class StepToken(_message.Message):
     of the step that sampled this token.
     """
     sampled_at_s: _builtins.float
+    proposed_tokens: _builtins.int
+    """With the first token of a step that computed proposed ones: how many they were, and to how many first tokens of the
+    step they were equal.
+    """
+    accepted_tokens: _builtins.int
+    from_prediction: _builtins.bool
+    """they came from Work.prediction"""
     @_builtins.property
     def logprobs(self) -> _inference_pb2.TokenLogprobs: ...
     def __init__(
@@ -722,10 +738,13 @@ class StepToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         computing_at_s: _builtins.float | None = ...,
         sampled_at_s: _builtins.float | None = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        from_prediction: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "computing_at_s", b"computing_at_s", "logprobs", b"logprobs", "sampled_at_s", b"sampled_at_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "cached_tokens", b"cached_tokens", "computing_at_s", b"computing_at_s", "logprobs", b"logprobs", "request_id", b"request_id", "sampled_at_s", b"sampled_at_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "computing_at_s", b"computing_at_s", "from_prediction", b"from_prediction", "logprobs", b"logprobs", "proposed_tokens", b"proposed_tokens", "request_id", b"request_id", "sampled_at_s", b"sampled_at_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__computing_at_s: _TypeAlias = _typing.Literal["computing_at_s"]  # noqa: Y015
     _WhichOneofArgType__computing_at_s: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s"]  # noqa: Y015
@@ -1157,6 +1176,7 @@ class WorkerMeters(_message.Message):
     HOST_BLOCKS_IN_FIELD_NUMBER: _builtins.int
     PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROPOSER_FIELD_NUMBER: _builtins.int
     prefill_tokens: _builtins.int
     """computed"""
     decode_tokens: _builtins.int
@@ -1176,6 +1196,8 @@ class WorkerMeters(_message.Message):
     """of sampled_tokens, computed before they were chosen"""
     accepted_tokens: _builtins.int
     """of those, right ones"""
+    proposer: _builtins.str
+    """engine.speculation that proposed them"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
         """by kind"""
@@ -1199,10 +1221,11 @@ class WorkerMeters(_message.Message):
         host_blocks_in: _builtins.int = ...,
         proposed_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        proposer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_tokens", b"decode_tokens", "flops", b"flops", "host_blocks_in", b"host_blocks_in", "host_blocks_out", b"host_blocks_out", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "proposed_tokens", b"proposed_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "decode_tokens", b"decode_tokens", "flops", b"flops", "host_blocks_in", b"host_blocks_in", "host_blocks_out", b"host_blocks_out", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "proposed_tokens", b"proposed_tokens", "proposer", b"proposer", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ class WorkerSession:
                 queue.put_nowait(None)
 
     async def wait_hello(self) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await self._has_hello.wait()
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:

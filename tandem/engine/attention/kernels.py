@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.attention.native_attention import supports
 from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError

@@ -116,7 +116,7 @@ def test_free_requests_beside_a_constrained_one_are_left_alone(
     assert driver.tokens["a"] == answer(rank, GREEDY)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.slow), SEEDED], ids=["greedy", "seeded"])
 def test_another_engine_goes_on_alike_from_every_token(make: Callable[..., Rank], sampling: SamplingParams) -> None:
     whole = answer(make(), sampling)
     other = EngineDriver(make(kv_blocks=1024).engine)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.checkpoint.model_config import ModelConfig
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import batch_sizes
@@ -220,7 +220,7 @@ def test_batch_sizes_reach_the_most_there_can_be_and_waste_little() -> None:
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import build_rank
 from tandem.engine.attention.paged_check import plain_attention

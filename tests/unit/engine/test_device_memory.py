@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder

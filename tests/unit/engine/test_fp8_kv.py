@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.attention.attention import StepAttention
 from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.attention.paged_check import plain_attention

@@ -84,7 +84,7 @@ def place(rank: Rank, reservation: Reservation, piece: ExportRange, data: Bytes)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.slow), "auto"])
 @pytest.mark.acceptance(43, here="500 times in each of two pools, with handoffs between them", soak="10,000 times")
 def test_no_old_byte_reaches_an_answer_or_an_export(
     make: Callable[..., Rank], reference: Reference, monkeypatch: pytest.MonkeyPatch, kernels: str

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, make_request
+from tandem.testing.engine import EngineDriver, Exported, make_request
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, frequency_penalty=0.5)
 VOCAB = 300
-
-
-class Exported:
-    def __init__(self) -> None:
-        self.ranges: list[ExportRange] = []
-
-    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        self.ranges += ranges
-
-    def layer_done(self, layer: int) -> None:
-        """Everything is there already."""
 
 
 def prompt(length: int) -> list[int]:

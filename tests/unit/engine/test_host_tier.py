@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.engine.host_pool import host_slots

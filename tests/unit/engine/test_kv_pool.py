@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.kv_pool import KvPool, block_layout, pool_layout
-from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.machine_memory import available_bytes
 
 LAYOUT = KvPoolLayout(num_blocks=4, layers=2, kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
 BLOCK = replace(LAYOUT, num_blocks=1)

@@ -24,7 +24,7 @@ def range_of(request_id: str) -> ExportRange:
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

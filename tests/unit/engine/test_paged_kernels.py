@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import choose_paged_path, unsupported_reason
@@ -61,7 +61,8 @@ def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None
 
 
 def test_kernels_are_called_as_torchs_own_is() -> None:
-    theirs = inspect.signature(varlen_attn).parameters
+    varlen = importlib.import_module("torch.nn.attention.varlen")  # slow to import, so only here
+    theirs = inspect.signature(varlen.varlen_attn).parameters
     if "block_table" not in theirs:
         pytest.skip("pages came with torch 2.12")
     ours = inspect.signature(plain_attention).parameters

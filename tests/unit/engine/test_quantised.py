@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.checkpoint.model_config import ModelConfig
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.api import ExportRange
 from tandem.engine.attention.kernels import choose_kernels
 from tandem.engine.attention.native_attention import NativeStepAttention

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.api import ExportRange
+from tandem.engine.api import Proposals, StepResult
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.engine import Engine
@@ -19,8 +19,10 @@ from tandem.engine.output import Launched
 from tandem.engine.step import StepInput
 from tandem.grammar.constraint import json_schema
 from tandem.request import FinishReason, SamplingParams
-from tandem.speculation.speculator import Candidate, Speculator, Step
-from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.speculation.proposers import Candidate, Proposal
+from tandem.speculation.speculator import Speculator, Step
+from tandem.speculation.text_proposers import Lookup
+from tandem.testing.engine import EngineDriver, Exported, answer_that_moves, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference, write_family
 
@@ -37,17 +39,17 @@ class Scripted(Speculator):
     """Proposes what it knows the answers to be, as far as a drawn place, and something else there."""
 
     def __init__(self, texts: Iterable[Sequence[int]], seed: int = 0) -> None:
-        super().__init__(MOST)
+        super().__init__(MOST, Lookup())
         self._texts = [list(text) for text in texts]
         self._draw = random.Random(seed)
         self.steps = 0
 
-    def propose(self, candidates: Sequence[Candidate], step: Step) -> list[tuple[int, ...]]:
+    def propose(self, candidates: Sequence[Candidate], step: Step) -> list[Proposal]:
         self.steps += 1
-        proposals, room = list[tuple[int, ...]](), step.room
+        proposals, room = list[Proposal](), step.room
         for each in candidates:
-            proposals.append(self._proposed(each)[:room])
-            room -= len(proposals[-1])
+            proposals.append(Proposal(self._proposed(each)[:room]))
+            room -= len(proposals[-1].tokens)
         return proposals
 
     def _proposed(self, candidate: Candidate) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def texts(requests: Asked, answers: dict[str, list[int]]) -> list[list[int]]:
     return [[*requests[name][0], *answer] for name, answer in answers.items()]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3))])
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_blocks": 16}, {"max_step_tokens": 16}, {"kv_blocks": 24, "host_kv_memory_bytes": 1 << 20}],
@@ -145,6 +147,67 @@ def test_look_up_finds_what_came_before(make: Callable[..., Rank], kv_dtype: str
     assert speculator.accepted > 0
 
 
+class Counting(EngineDriver):
+    """Counts proposals by request, and steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.proposals: dict[str, list[Proposals]] = {}
+        self.steps = 0
+
+    def take(self, result: StepResult) -> None:
+        super().take(result)
+        self.steps += 1
+        for token in result.tokens:
+            if token.proposals is not None:
+                self.proposals.setdefault(token.request_id, []).append(token.proposals)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_right_prediction_saves_steps_and_a_wrong_one_changes_nothing(make: Callable[..., Rank], kind: str) -> None:
+    sampling, given = replace(KINDS[kind], max_tokens=60), prompt(40)
+    (expected,) = run(EngineDriver(make(batch_invariant=True).engine), {"r": (given, sampling)}).values()
+    for prediction, at_most in ((expected, 8), (prompt(60, seed=9), 61)):
+        driver = Counting(make(batch_invariant=True, speculation="lookup", speculation_adaptive=False).engine)
+        driver.add("r", given, sampling, prediction=tuple(prediction))
+        driver.run()
+        assert driver.tokens["r"] == expected
+        assert driver.at_rest()
+        assert driver.steps <= at_most
+        if prediction == expected:
+            proposals = driver.proposals["r"]
+            assert all(each.accepted == each.proposed > 0 and each.from_prediction for each in proposals)
+            assert sum(each.accepted for each in proposals) == 60 - driver.steps
+
+
+def test_a_prediction_reaches_no_other_request(make: Callable[..., Rank]) -> None:
+    """Neither one of the same prompt beside it, nor a later one, nor the hashes of cached blocks."""
+    sampling, given = replace(GREEDY, max_tokens=60), prompt(40)
+    (expected,) = run(EngineDriver(make(batch_invariant=True).engine), {"r": (given, sampling)}).values()
+    driver = Counting(make(batch_invariant=True, speculation="lookup", speculation_adaptive=False).engine)
+    driver.add("with", given, sampling, prediction=tuple(expected))
+    driver.add("beside", given, sampling)
+    driver.run()
+    driver.add("later", given, sampling)
+    driver.run()
+    assert driver.tokens == dict.fromkeys(("with", "beside", "later"), expected)
+    assert driver.cached["later"] == 32  # the prompt's whole blocks
+    assert all(each.from_prediction for each in driver.proposals["with"])
+    others = [each for name in ("beside", "later") for each in driver.proposals.get(name, ())]
+    assert not any(each.from_prediction for each in others)
+    assert sum(each.accepted for each in others) < sum(each.accepted for each in driver.proposals["with"]) / 2
+
+
+@pytest.mark.parametrize("prediction", [(5,) * 65, (5, VOCAB), (5, -1)], ids=["too long", "unknown", "negative"])
+def test_no_answer_fails_for_a_prediction_that_it_cannot_be(
+    make: Callable[..., Rank], reference: Reference, prediction: tuple[int, ...]
+) -> None:
+    driver = EngineDriver(make(speculation="lookup", max_model_tokens=64).engine)
+    driver.add("r", prompt(4), GREEDY, prediction=prediction)
+    driver.run()
+    assert driver.tokens["r"] == reference.answer(prompt(4), GREEDY)
+
+
 def test_a_stop_token_among_accepted_ones_ends_the_answer_with_it(
     make: Callable[..., Rank], reference: Reference
 ) -> None:
@@ -175,51 +238,19 @@ def test_later_prompts_find_no_refused_token_in_the_cache(make: Callable[..., Ra
     assert driver.tokens["again"] == expected
 
 
-class Exported:
-    def __init__(self) -> None:
-        self.ranges: list[ExportRange] = []
-
-    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        self.ranges += ranges
-
-    def layer_done(self, layer: int) -> None:
-        """Everything is there already."""
-
-
 @pytest.mark.parametrize("kind", ["greedy", "penalised"])
 @pytest.mark.parametrize("given", [1, 2, 5, 9, 14, 20])
 def test_an_answer_that_moves_after_any_token_goes_on_the_same(
     make: Callable[..., Rank], reference: Reference, kind: str, given: int
 ) -> None:
     """Both engines speculate. The first gives perhaps some tokens more than it was waited for."""
-    sampling, length = KINDS[kind], 20
-    expected = reference.answer(prompt(length), sampling)
-    exported = Exported()
+    expected = reference.answer(prompt(20), KINDS[kind])
+    exported, whole = Exported(), [*prompt(20), *expected]
     source, target = make(exporter=exported, speculation="lookup"), make(speculation="lookup")
-    whole = [*prompt(length), *expected]
-    s, t = scripted(source.engine, Scripted([whole], given)), scripted(target.engine, Scripted([whole], given + 1))
-    s.add("r", prompt(length), sampling)
-    while len(s.tokens.get("r", ())) < given:
-        s.take(s.engine.step())
-    answer = s.tokens["r"]
-    if s.ends:
-        assert answer == expected
-        return
-    assert s.engine.hold("r")
-    had = len(answer) - 1
-    rest = replace(sampling, max_tokens=sampling.max_tokens - had)
-    reservation = t.engine.reserve(make_request("r", [*prompt(length), *answer[:-1]], rest, answered_tokens=had))
-    assert s.engine.export_held("r", 0) == length + had
-    s.run()
-    for told in exported.ranges:
-        for logical, block in enumerate(told.block_ids):
-            target.pool.tensor[reservation.block_ids[logical]] = source.pool.tensor[block]
-    assert s.engine.cancel("r")
-    t.engine.join("r", answer[-1])
-    t.run()
-    assert [*answer, *t.tokens["r"]] == expected
-    assert s.at_rest()
-    assert t.at_rest()
+    drivers = scripted(source.engine, Scripted([whole], given)), scripted(target.engine, Scripted([whole], given + 1))
+    request = make_request("r", prompt(20), KINDS[kind])
+    assert answer_that_moves(source, exported, drivers, target, request, given) == expected
+    assert all(driver.at_rest() for driver in drivers)
 
 
 def test_cancelling_at_any_step_frees_everything(make: Callable[..., Rank], reference: Reference) -> None:

@@ -73,7 +73,7 @@ def watched(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(BlockPool, "release", checked_release)
         found = Watched(engine)
-        engine._send_to_followers = found.told.append
+        engine._launcher._send_to_followers = found.told.append
         return found
 
     monkeypatch.setattr(Launched, "wait", note_wait)
@@ -102,18 +102,20 @@ def expected(model_dir: Path, tmp_path: Path, requests: Requests) -> dict[str, l
     return answers
 
 
+@pytest.mark.parametrize(("speculation", "often"), [("none", 20), ("auto", 5)])
 def test_requests_that_stop_one_after_the_other(
-    watched: Callable[..., Watched], requests: Requests, expected: dict[str, list[int]]
+    watched: Callable[..., Watched], requests: Requests, expected: dict[str, list[int]], speculation: str, often: int
 ) -> None:
+    """`auto` rests when it found nothing for some steps."""
     steady = {name: each for name, each in requests.items() if each[1].logprobs is None}
-    ours = watched(max_running_requests=12)
+    ours = watched(max_running_requests=12, speculation=speculation)
     driver = EngineDriver(ours.engine)
     for name, (prompt, sampling) in steady.items():
         driver.add(name, prompt, sampling)
     driver.run()
     assert driver.tokens == {name: expected[name] for name in steady}
     assert driver.at_rest()
-    assert ours.ahead > 20
+    assert ours.ahead > often
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.factory import build_rank
 from tandem.engine.step import HEARTBEAT
 from tandem.engine.tp_group import TpGroup
@@ -34,7 +34,7 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=8)
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.factory import build_rank
 from tandem.testing.engine import NoExport
 
@@ -157,6 +157,41 @@ def test_ranks_together_equal_the_reference(
         assert [process.wait(120) for process in started] == [0] * (tp - 1)
 
 
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param({"speculation": "early_exit", "speculation_layers": 1}, marks=pytest.mark.slow),
+        pytest.param({"speculation": "draft", "speculation_weights": "int8"}, marks=pytest.mark.slow),
+        {"speculation": "draft", "speculation_model": "other"},
+    ],
+    ids=["first layer", "itself in int8", "another model"],
+)
+def test_ranks_draft_alike(
+    tmp_path: Path, reference_for: Callable[[Path], Reference], drafts: dict[str, object]
+) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=4, head_dim=8, seed=2)
+    write_tiny_llama(tmp_path / "other", vocab=VOCAB, seed=3, layers=1)
+    if "speculation_model" in drafts:
+        drafts = drafts | {"speculation_model": str(tmp_path / "other")}
+    spec = EngineSpec.model_validate(SPEC.model_dump() | drafts | {"speculation_adaptive": False})
+    with followers(model_dir, tmp_path / "rendezvous", 2, spec) as started:
+        leader = build_rank(
+            model_dir, spec, rank=0, size=2, rendezvous_file=tmp_path / "rendezvous", exporter=NoExport()
+        )
+        driver, expected = EngineDriver(leader.engine), {}
+        for length, sampling in ((1, GREEDY), (17, SEEDED), (100, GREEDY), (100, SEEDED)):
+            name, prompt = f"{length} {sampling.temperature}", random_prompt(length, VOCAB)
+            expected[name] = reference_for(model_dir).answer(prompt, sampling)
+            driver.add(name, prompt, sampling)
+        driver.run()
+        leader.engine.close()
+        assert driver.tokens == expected
+        assert driver.at_rest()
+        assert leader.engine.speculator is not None
+        assert leader.engine.speculator.proposed > 5
+        assert [process.wait(120) for process in started] == [0]
+
+
 def ranks_with_poison(model_dir: Path, rendezvous: Path, layers: tuple[int, int]) -> tuple[str, list[int]]:
     """What a leader printed that fails in the first of `layers`, beside a follower that does in the second; and their
     exit codes."""
@@ -255,9 +290,10 @@ def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:
 def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
     with start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous") as silent:
         try:
-            group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
+            group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"))
             steps = group.steps()
             assert next(steps) == HEARTBEAT
+            group._idle_timeout = timedelta(seconds=0.3)  # not while the leader sends
             with pytest.raises(WorkerLost):
                 next(steps)
         finally:

@@ -13,12 +13,16 @@ from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import BlockCopies, HostTier
 from tandem.request import SamplingParams
+from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.speculator import Candidate, Speculation, Speculator, Step
+from tandem.speculation.proposers import Candidate, Proposal, Speculation
+from tandem.speculation.speculator import Speculator, Step
+from tandem.speculation.text_proposers import Lookup
 
 BLOCK = 4
+STEP_S = 0.01
 
 
 def next_token(tokens: list[int]) -> int:
@@ -30,13 +34,13 @@ class HalfRight(Speculator):
     """Proposes up to five tokens, and makes one wrong where the sum of the tokens is odd."""
 
     def __init__(self) -> None:
-        super().__init__(5)
+        super().__init__(5, Lookup())
 
-    def propose(self, candidates: Iterable[Candidate], step: Step) -> list[tuple[int, ...]]:
-        proposals, room = list[tuple[int, ...]](), step.room
+    def propose(self, candidates: Iterable[Candidate], step: Step) -> list[Proposal]:
+        proposals, room = list[Proposal](), step.room
         for each in candidates:
-            proposals.append(self._proposed(each.tokens, min(each.most, len(each.tokens) % 6))[:room])
-            room -= len(proposals[-1])
+            proposals.append(Proposal(self._proposed(each.tokens, min(each.most, len(each.tokens) % 6))[:room]))
+            room -= len(proposals[-1].tokens)
         return proposals
 
     def _proposed(self, tokens: list[int], most: int) -> tuple[int, ...]:
@@ -58,6 +62,7 @@ class World:
     max_running: int = 4
     slots: int = 0
     proposes: bool = False  # right tokens and wrong ones
+    batches: BatchRule | None = None
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -68,6 +73,8 @@ class World:
     host_memory: dict[tuple[int, int], int] = field(default_factory=dict)
     computed_tokens: int = 0
     arrivals: int = 0
+    now_s: float = 0.0
+    batch: set[str] = field(default_factory=set)  # of the last one, and those that joined it
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, HostTier(self.slots) if self.slots else None)
@@ -78,6 +85,7 @@ class World:
             max_step_tokens=self.budget,
             max_model_tokens=1000,
             speculator=HalfRight() if self.proposes else None,
+            batches=self.batches,
         )
 
     def sequence(self, name: str, prompt: list[int], max_tokens: int = 3, **options: Any) -> Sequence:
@@ -90,6 +98,7 @@ class World:
             hash_key=HashKey("model"),
             block_tokens=BLOCK,
             arrival=self.arrivals,
+            arrived_s=self.now_s,
             speculation=Speculation() if self.proposes else None,
             **options,
         )
@@ -111,9 +120,33 @@ class World:
         for position in range(sequence.committed * BLOCK, sequence.prompt_tokens):
             self._write(sequence, position)
         self.scheduler.join(sequence.request_id, first_token)
+        self.batch.add(sequence.request_id)
+
+    def collect(self) -> float | None:
+        """When the next batch will begin. Checks one that begins now."""
+        before, had_work = list(self.scheduler._collected), self.scheduler.has_work or self.scheduler._stalled
+        due_s = self.scheduler.collect(self.now_s)
+        begun = [each for each in before if each not in self.scheduler._collected]
+        if begun:
+            assert due_s is None
+            assert not had_work, "a batch begins when the one before has ended"
+            assert len(begun) <= self.max_running
+            assert begun == before[: len(begun)]
+            self.batch = {each.request_id for each in begun}
+        return due_s
+
+    def wait(self) -> None:
+        """Until the next batch begins, if one is collected."""
+        if (due_s := self.collect()) is not None:
+            self.now_s = due_s
+            assert self.collect() is None
 
     def step(self) -> StepPlan:
+        self.now_s += STEP_S
+        self.collect()
         plan = self.scheduler.schedule()
+        if self.batches is not None:
+            assert {chunk.sequence.request_id for chunk in plan.chunks} <= self.batch, "no other request joins"
         self._check(plan)
         self._copy(plan.copies)
         for exported in plan.exports:
@@ -140,6 +173,7 @@ class World:
 
     def run(self, most_steps: int = 2000) -> None:
         for _ in range(most_steps):
+            self.wait()
             if not self.scheduler.has_work:
                 return
             self.step()

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import ContextExceeded, KvExhausted
+from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.sequence import Sequence, SequenceStage
 
 BLOCK = 4
@@ -101,6 +102,7 @@ class Story:
                 self.release(sequence)
             if not self.alive:
                 break
+            self.world.wait()
             assert self.world.scheduler.has_work
             self.step()
         assert not self.alive
@@ -118,6 +120,8 @@ class Story:
     max_running=st.integers(1, 5),
     slots=st.sampled_from([0, 0, 1, 3, 10, 40]),
     proposes=st.booleans(),
+    window_s=st.sampled_from([None, None, 0.0, 0.03, 1.0]),
+    from_first=st.booleans(),
 )
 def test_every_request_ends_with_the_right_content_and_nothing_is_left_behind(
     make_world: Any,
@@ -127,8 +131,15 @@ def test_every_request_ends_with_the_right_content_and_nothing_is_left_behind(
     max_running: int,
     slots: int,
     proposes: bool,
+    window_s: float | None,
+    from_first: bool,
 ) -> None:
-    story = Story(make_world(blocks=blocks, budget=budget, max_running=max_running, slots=slots, proposes=proposes))
+    batches = None if window_s is None else BatchRule(max_running, window_s, from_first)
+    story = Story(
+        make_world(
+            blocks=blocks, budget=budget, max_running=max_running, slots=slots, proposes=proposes, batches=batches
+        )
+    )
     for action in actions:
         story.play(action)
     story.finish()

@@ -1,0 +1,118 @@
+"""`tandem train-heads`: fits Medusa heads or an early exit to a model's own answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from cluster.profiling.profiler import build_alone
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.model_store import resolve
+from tandem.config.engine import EngineSpec
+from tandem.config.model import DEMO_MODEL
+from tandem.errors import ConfigError, InputError
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+from tandem.training import fitting
+from tandem.training.hidden_states import states_of
+from tandem.training.kinds import Kind
+from tandem.training.own_answers import BATCH, LONGEST_ANSWER, LONGEST_QUESTION, OwnAnswers
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    kind: Kind
+    model: str | None
+    output: Path
+    prompts: Path | None
+    heads: int
+    layer: int | None
+    vocabulary: int
+    tokens: int
+    passes: int
+    device: str
+    threads: int
+    seed: int
+
+
+def run_train_heads(flags: Training) -> int:
+    """Raises ConfigError, CheckpointError, InputError."""
+    console = Console(stderr=True, highlight=False)
+    folder = resolve(flags.model or DEMO_MODEL, progress=console.print)
+    config = ModelConfig.load(folder)
+    layer = _layer(flags, config)
+    prompts = _prompts(flags.prompts)
+    _make_empty(flags.output)
+    with build_alone(folder, _engine(flags)) as rank:
+        asked = OwnAnswers(rank, Tokenizer.load(folder), ChatTemplate.load(folder), prompts, flags.seed)
+        answers = asked.take(flags.tokens, lambda had: console.print(f"{had} of {flags.tokens} tokens answered"))
+    with build_alone(folder, _engine(flags, exact=True)) as rank:
+        console.print(f"computing hidden states of {len(answers)} answers")
+        ahead = flags.heads + 1 if flags.kind is Kind.MEDUSA else 1
+        states = states_of(rank, answers, ahead, layer if flags.kind is Kind.EARLY_EXIT else None)
+    torch.set_num_threads(flags.threads)
+    vocabulary = fitting.frequent(folder, config, states.chosen, flags.vocabulary)
+    if flags.kind is Kind.MEDUSA:
+        tensors = fitting.fit_medusa(states, vocabulary, flags.heads, flags.passes, console.print)
+        fitting.write_medusa(flags.output, tensors, flags.heads, vocabulary)
+    else:
+        norm = fitting.last_norm(folder, config)
+        tensors = fitting.fit_exit(states, vocabulary, norm, config.rms_norm_eps, flags.passes, console.print)
+        fitting.write_exit(flags.output, tensors, layer, vocabulary)
+    console.print(
+        f"written; use it with engine.speculation={flags.kind} engine.speculation_model={flags.output.resolve()}"
+    )
+    return 0
+
+
+def _engine(flags: Training, *, exact: bool = False) -> EngineSpec:
+    """Answers may come from quantised weights, as they will where the drafter is used; hidden states are exact."""
+    on_cpu = flags.device == "cpu"
+    longest = LONGEST_QUESTION + LONGEST_ANSWER
+    return EngineSpec(
+        device=flags.device,
+        dtype="float32" if on_cpu else "bfloat16",
+        weights="int8" if on_cpu and not exact else "dense",
+        threads_per_rank=flags.threads,
+        max_running_requests=BATCH,
+        kv_memory_bytes=None if not on_cpu else (1 << 30),
+        max_step_tokens=max(512, longest),
+    )
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--output: expected a folder to write to, got: {error}", field="output") from error
+    if not is_empty:
+        raise ConfigError(f"--output: expected a new or an empty folder, got {folder}", field="output")
+
+
+def _layer(flags: Training, config: ModelConfig) -> int:
+    """0 for heads, which need none."""
+    if flags.kind is Kind.MEDUSA:
+        if flags.layer is not None:
+            raise InputError("--layer: is for early_exit", field="layer")
+        return 0
+    layer = flags.layer or max(1, config.layers // 4)
+    if layer >= config.layers:
+        raise InputError(f"--layer: expected fewer than the model's {config.layers} layers, got {layer}", field="layer")
+    return layer
+
+
+def _prompts(file: Path | None) -> list[str]:
+    """One in each line."""
+    if file is None:
+        return []
+    try:
+        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: expected a file of UTF-8 text, got: {error}", field="prompts") from error
+    if not found:
+        raise InputError(f"--prompts: expected a prompt in each line of {file}, found none", field="prompts")
+    return found

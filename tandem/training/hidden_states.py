@@ -1,0 +1,57 @@
+"""What a model thinks of answers that it gave: hidden states of each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.factory import Rank
+from tandem.engine.kv_pool import KvPool
+from tandem.engine.step import SequenceStep
+from tandem.kvcache.layout import blocks_for
+from tandem.training.own_answers import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Of the tokens that chose one of an answer's: `hidden` [tokens, hidden] after the last layer's norm; `early` after
+    an early layer, if asked for; `chosen` [tokens, ahead]: the token that it chose, and those that followed, -1 after
+    the answer's end."""
+
+    hidden: Tensor
+    early: Tensor | None
+    chosen: Tensor
+
+
+@torch.inference_mode()
+def states_of(rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | None = None) -> States:
+    """One answer after the other, so that memory is bounded."""
+    longest = max(len(answer.tokens) for answer in answers)
+    layout = replace(rank.layout, num_blocks=max(2, blocks_for(longest, rank.layout.block_tokens)))
+    pool = KvPool(layout, rank.pool.tensor.device)
+    hidden, early, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
+    for answer in answers:
+        rows = slice(answer.begin - 1, len(answer.tokens) - 1)
+        hidden.append(rank.model.normed(_hidden(rank, pool, answer, None)[rows]))
+        if layer is not None:
+            early.append(_hidden(rank, pool, answer, layer)[rows].clone())
+        chosen.append(_chosen(answer, ahead))
+    return States(torch.cat(hidden), torch.cat(early) if early else None, torch.cat(chosen))
+
+
+def _hidden(rank: Rank, pool: KvPool, answer: Answer, layers: int | None) -> Tensor:
+    count = len(answer.tokens)
+    blocks = [*range(blocks_for(count, pool.layout.block_tokens))]
+    step = SequenceStep(list(answer.tokens), 0, blocks, samples=0)
+    device, attend = pool.tensor.device, rank.runner.attention_over(pool, [step])
+    tokens = torch.tensor(answer.tokens, dtype=torch.int64, device=device)
+    return rank.model.hidden(tokens, torch.arange(count, device=device), attend, layers=layers)
+
+
+def _chosen(answer: Answer, ahead: int) -> Tensor:
+    tokens = np.array([*answer.tokens[answer.begin :], *[-1] * ahead], dtype=np.int64)
+    return torch.from_numpy(np.lib.stride_tricks.sliding_window_view(tokens, ahead)[: answer.answered].copy())
