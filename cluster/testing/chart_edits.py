@@ -204,7 +204,7 @@ OTHER_EDITS = (
             "models.pull=false,models.hostPath=/srv",
             "models.pull=false,models.image.reference=a:1,cluster.models[0].source=/models/a",
             *_under("models", "existingClaim=a emptyDirSize=9Gi hubTokenSecret.name=a"),
-            "cluster.models[1].source=smollm2-135m,cluster.models[1].name=b",
+            "cluster.models[1].source=a/tiny,cluster.models[1].name=b",
             "node.gpus=2",
             "node.sharedMemory=2Gi",
         ),

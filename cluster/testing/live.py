@@ -22,18 +22,11 @@ from typing import Any
 import grpc.aio
 
 from kvtransfer.agent.env import AGENT_ENV
+from tandem.config.engine import EngineOverrides, EngineSpec
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import (
-    EngineOverrides,
-    EngineSpec,
-    ModelSpec,
-    PoolSpec,
-    Role,
-    TlsSpec,
-    TransferSpec,
-    TransportKind,
-    WireDtype,
-)
+from tandem.config.model import ModelSpec, PoolSpec, Role
+from tandem.config.security import TlsSpec
+from tandem.config.transfer import TransferSpec, TransportKind, WireDtype
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.testing.machines import HOME, Machines
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2

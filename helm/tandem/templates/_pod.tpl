@@ -200,9 +200,7 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
 {{- if $root.Values.models.pull }}
 {{- $bytes := "" }}
 {{- if not (include "tandem.modelVolume" $root) }}{{ $bytes = include "tandem.quantity" $root.Values.models.emptyDirSize | float64 | printf "%.0f" }}{{ end }}
-{{- range $index, $model := $root.Values.cluster.models }}
-{{- $source := default "smollm2-135m" $model.source }}
-{{- if not (hasPrefix "/" $source) }}
+{{- range $index, $source := include "tandem.pulledSources" $root | fromJsonArray }}
 - name: pull-model-{{ $index }}
   image: {{ include "tandem.image" $root }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
@@ -223,7 +221,6 @@ router). A router's pod needs no model: the controller sends it the tokenizers. 
   volumeMounts:
     {{- include "tandem.volumeMounts" $args | nindent 4 }}
     {{- with include "tandem.podList" (append $args "volumeMounts") }}{{- . | nindent 4 }}{{- end }}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}

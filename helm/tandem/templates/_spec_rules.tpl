@@ -34,6 +34,11 @@ head (tandem/config/), but then the pods have been replaced. Renders nothing. */
 {{- end -}}
 {{- end -}}
 
+{{- /* Args: (field of an engine, its values). */ -}}
+{{- define "tandem.windowRefused" -}}
+{{- printf "%s.batching_window_s: expected none with batching continuous, which collects no requests, got %v: remove it, or set batching to static or dynamic" (first .) (last .).batching_window_s -}}
+{{- end -}}
+
 {{- define "tandem.checkModels" -}}
 {{- $names := list -}}
 {{- range $index, $model := .models -}}
@@ -42,6 +47,11 @@ head (tandem/config/), but then the pods have been replaced. Renders nothing. */
 {{- $names = append $names $name -}}
 {{- if eq (dig "decode" "workers" 1 $model | int) 0 -}}
 {{- fail (printf "cluster.models[%d].decode.workers: expected at least 1 (zero prefill workers make the cluster aggregated)" $index) -}}
+{{- end -}}
+{{- with default dict $model.engine -}}
+{{- if and (eq (default "continuous" .batching) "continuous") (not (kindIs "invalid" .batching_window_s)) -}}
+{{- fail (include "tandem.windowRefused" (list (printf "cluster.models[%d].engine" $index) .)) -}}
+{{- end -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := default dict (get $model $role) -}}
@@ -53,6 +63,14 @@ head (tandem/config/), but then the pods have been replaced. Renders nothing. */
 {{- end -}}
 {{- if and (eq $device "cpu") (lt (default 1.0 $engine.device_share | float64) 1.0) -}}
 {{- fail (printf "%s.device_share: expected 1 with device cpu, whose memory is limited by kv_memory_bytes, got %v" $of $engine.device_share) -}}
+{{- end -}}
+{{- $batching := default "continuous" $engine.batching -}}
+{{- $field := printf "cluster.models[%d].%s" $index (ternary (print $role ".engine") "engine" (hasKey (default dict $pool.engine) "batching")) -}}
+{{- if and (ne $batching "continuous") (gt (dig "prefill" "workers" 1 $model | int) 0) -}}
+{{- fail (printf "%s.batching: expected continuous with prefill workers, got %s: a batch has the prompts and the answers of one engine. Set prefill.workers: 0" $field $batching) -}}
+{{- end -}}
+{{- if and (eq $batching "continuous") (not (kindIs "invalid" $engine.batching_window_s)) -}}
+{{- fail (include "tandem.windowRefused" (list (printf "cluster.models[%d].%s.engine" $index $role) $engine)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

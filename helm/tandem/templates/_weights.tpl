@@ -35,17 +35,26 @@ Args: (root, source). */ -}}
 {{- toJson (dict "parameters" $parameters "disk" $disk "how" $how) -}}
 {{- end -}}
 
+{{- /* Names of models and draft models that init containers pull, as JSON. Paths are already on the volume. */ -}}
+{{- define "tandem.pulledSources" -}}
+{{- $sources := list -}}
+{{- range .Values.cluster.models -}}
+{{- $engines := list (dig "engine" dict .) (dig "prefill" "engine" dict .) (dig "decode" "engine" dict .) -}}
+{{- $sources = append $sources (default "smollm2-135m" .source) -}}
+{{- range $engines }}{{ with .speculation_model }}{{ $sources = append $sources . }}{{ end }}{{ end -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range uniq $sources }}{{ if not (hasPrefix "/" .) }}{{ $names = append $names . }}{{ end }}{{ end -}}
+{{- toJson $names -}}
+{{- end -}}
+
 {{- /* What the models that init containers pull need in the volume at /models, as JSON: `bytes`, and `of` for a message. */ -}}
 {{- define "tandem.pulledWeights" -}}
-{{- $bytes := 0.0 -}}{{- $of := list -}}{{- $seen := list -}}
-{{- range .Values.cluster.models -}}
-{{- $source := default "smollm2-135m" .source -}}
-{{- if not (or (hasPrefix "/" $source) (has $source $seen)) -}}
-{{- $seen = append $seen $source -}}
+{{- $bytes := 0.0 -}}{{- $of := list -}}
+{{- range $source := include "tandem.pulledSources" . | fromJsonArray -}}
 {{- $weights := include "tandem.weights" (list $ $source) | fromJson -}}
 {{- $bytes = addf $bytes $weights.disk -}}
 {{- with $weights.how }}{{ $of = append $of (printf "%s (%s)" $source .) }}{{ end -}}
-{{- end -}}
 {{- end -}}
 {{- toJson (dict "bytes" $bytes "of" (join ", " $of)) -}}
 {{- end -}}
@@ -53,6 +62,7 @@ Args: (root, source). */ -}}
 {{- define "tandem.checkWeights" -}}
 {{- $sources := list -}}
 {{- range .Values.cluster.models }}{{ $sources = append $sources (default "smollm2-135m" .source) }}{{ end -}}
+{{- $sources = concat $sources (include "tandem.pulledSources" . | fromJsonArray) | uniq -}}
 {{- range $source, $_ := .Values.models.weights -}}
 {{- if not (has $source $sources) -}}
 {{- fail (printf "models.weights: expected sources of cluster.models (%s), got %s" (join ", " $sources) $source) -}}

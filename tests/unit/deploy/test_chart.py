@@ -15,7 +15,9 @@ import yaml
 
 from cluster.spec.changes import is_live
 from cluster.spec.loader import load_spec
-from tandem.config.spec import ClusterSpec, Role, TransferSpec, TransportKind
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
+from tandem.config.transfer import TransferSpec, TransportKind
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"

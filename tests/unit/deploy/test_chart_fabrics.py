@@ -11,7 +11,8 @@ import pytest
 
 from kvtransfer.transports.choice import ENCRYPTED, FASTEST_FIRST
 from tandem.config.auth import is_loopback
-from tandem.config.spec import ClusterSpec, TransferSpec, TransportKind
+from tandem.config.spec import ClusterSpec
+from tandem.config.transfer import TransferSpec, TransportKind
 from tests.unit.deploy.test_chart import cluster_spec, head_of
 from tests.unit.deploy.test_chart_objects import containers, pods
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.spec import NODE_GROUP_LABEL, Role
+from tandem.config.model import NODE_GROUP_LABEL, Role
 from tests.unit.deploy.test_chart import cluster_spec, container_of, values
 
 Render = Callable[..., dict[tuple[str, str], dict[str, Any]]]

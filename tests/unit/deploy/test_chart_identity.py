@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.certificates import create, load
 from cluster.spec.check_tls import check_tls
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.rpc.identity import Identity, identities
 from tandem.rpc.tls import RenewedTls, load_tls
 from tests.unit.deploy.test_chart import cluster_spec

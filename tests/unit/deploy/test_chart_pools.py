@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 
 from cluster.kubernetes import ACCOUNT, KubernetesApi, Pool
-from tandem.config.spec import ModelSpec
+from tandem.config.model import ModelSpec
 from tandem.rpc.identity import Identity
 from tests.unit.cluster.test_scale_adapter import ACCESS, DEFINITION, SCHEMA
 from tests.unit.deploy.test_chart import cluster_spec, container_of

@@ -33,6 +33,39 @@ JWT = {"issuer": "https://i.example", "audience": "llm"}
         ("models", [{}, {}], "models[1].name: expected a name that no other model has, got smollm2-135m"),
         ("models", [{"decode": {"workers": 0}}], "models[0].decode.workers: expected at least 1"),
         ("models", [{"engine": {"device_share": 0.5}}], "models[0].engine.device_share: expected 1 with device cpu"),
+        ("models", [{"engine": {"batching": "static"}}], "models[0].engine.batching: expected continuous with prefill"),
+        (
+            "models",
+            [{"decode": {"engine": {"batching": "dynamic"}}}],
+            "models[0].decode.engine.batching: expected continuous with prefill workers, got dynamic",
+        ),
+        (
+            "models",
+            [{"engine": {"batching_window_s": 0.5}}],
+            "models[0].engine.batching_window_s: expected none with batching continuous",
+        ),
+        (
+            "models",
+            [
+                {
+                    "engine": {"batching_window_s": 0.5},
+                    "prefill": {"workers": 0, "engine": {"batching": "static"}},
+                    "decode": {"engine": {"batching": "static"}},
+                }
+            ],
+            "models[0].engine.batching_window_s: expected none with batching continuous",
+        ),
+        (
+            "models",
+            [
+                {
+                    "engine": {"batching": "static", "batching_window_s": 0.5},
+                    "prefill": {"workers": 0},
+                    "decode": {"engine": {"batching": "continuous"}},
+                }
+            ],
+            "models[0].decode.engine.batching_window_s: expected none with batching continuous",
+        ),
         ("observability", {"tracing": {"tls": {}}}, "observability.tracing.tls: expected an https:// otlp_endpoint"),
         (
             "observability",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,19 @@ def test_a_changed_config_map_is_applied_once_the_cluster_takes_it(
     assert applied(tmp_path, calls + 1)[-1].models[0].decode.workers == 3
 
 
+def ray_of(head_pod: subprocess.Popen[str]) -> psutil.Process | None:
+    for child in psutil.Process(head_pod.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # the script's own short sleeps
+            if child.cmdline() == ["sleep", "60"]:
+                return child
+    return None
+
+
 def test_the_head_pod_ends_when_ray_does(head_pod: subprocess.Popen[str]) -> None:
     spec_that_reached_tandem(head_pod)
-    children = psutil.Process(head_pod.pid).children(recursive=True)
-    (ray,) = [child for child in children if child.cmdline() == ["sleep", "60"]]
+    until_s = time.monotonic() + 60
+    while (ray := ray_of(head_pod)) is None:
+        assert time.monotonic() < until_s, "ray was not started"
+        time.sleep(0.05)
     ray.terminate()
     assert head_pod.wait(60) == 0

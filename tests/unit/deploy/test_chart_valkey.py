@@ -58,7 +58,7 @@ def with_ray(render: Render, tmp_path: Path) -> Iterator[str]:
 
 
 def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             redis.Redis.from_url(url).ping()

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.spec.resolve import PROCESS_BYTES
 from tandem.checkpoint.model_store import PACKAGED
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tests.unit.deploy.conftest import CHART
 from tests.unit.deploy.test_chart import cluster_spec, container_of, head_of, volumes_of
 

@@ -23,7 +23,8 @@ from packaging.utils import canonicalize_name
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,7 +19,7 @@ from deploy.grafana.dashboards import DASHBOARDS
 from router.app import RouterApp
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import CostSpec, ObservabilitySpec, TracingSpec
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +30,7 @@ GROUPS: list[dict[str, Any]] = [each for path in ALERT_FILES for each in yaml.sa
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 PAGES = {page.stem: page for page in RUNBOOKS.glob("*.md") if page.stem != "index"}
-SECTIONS = ["## First look", "## Causes and fixes", "## Over when"]
+SECTIONS = ["## First look", "## On Kubernetes", "## Causes and fixes", "## Over when"]
 GRID_COLUMNS = 24
 OF_A_HISTOGRAM = ("_bucket", "_sum", "_count")
 
@@ -47,9 +47,13 @@ def shown(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> frozenset[str]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return asyncio.run(metrics_page(write_tiny_llama(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def exported(page: str) -> frozenset[str]:
     """Names of all series that a router may show, and those that rules record."""
-    page = asyncio.run(metrics_page(write_tiny_llama(tmp_path_factory.mktemp("model"))))
     names = {rule["record"] for rule in RULES if "record" in rule}
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE):
         names |= {name + part for part in OF_A_HISTOGRAM} if kind == "histogram" else {name}
@@ -117,6 +121,23 @@ def test_every_metric_of_dashboards_rules_and_runbooks_is_exported(exported: fro
     texts |= {page.name: page.read_text() for page in PAGES.values()}
     unknown = {name: metrics_in(text) - exported for name, text in texts.items()}
     assert {name: each for name, each in unknown.items() if each} == {}
+
+
+def test_what_alerts_count_is_0_before_it_happens(page: str) -> None:
+    """Prometheus sees a step only between two samples: a counter that begins with the first failure hides it. Those of
+    a worker begin when the controller lists the worker."""
+    recorded = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
+    queries = [alert["expr"] for alert in ALERTS]
+    queries += [expr for name, expr in recorded.items() if any(name in query for query in queries)]
+    counted = re.findall(r"(?:rate|increase)\((tandem_\w+?_total)(?:{(.*?)})?\[", " ".join(queries))
+    unseen = []
+    for name, matchers in counted:
+        matched = re.findall(r'(\w+)="(\w+)"', matchers)
+        begun = [line for line in page.splitlines() if line.startswith(f"{name}{{") or line.startswith(f"{name} ")]
+        if not any(all(f'{label}="{value}"' in line for label, value in matched) for line in begun):
+            unseen.append((name, matchers))
+    assert {name for name, _ in unseen} == {"tandem_worker_restarts_total"}
+    assert len(counted) > 20
 
 
 def test_every_metric_that_is_exported_is_explained(exported: frozenset[str]) -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from cluster.cli.commands.planning.plan import show
 from planner.devices import find_device
 from planner.hardware import Hardware
-from planner.models import find_model
-from planner.search.halving import Effort
-from planner.search.layout import ClusterLayout
-from planner.search.plan import Goal, Plan, SearchOptions, make_plan
-from planner.search.values import Machines, checked_source, describe_machines, helm_values
+from planner.models import ElementSizes, find_model
+from planner.search.goal import Goal
+from planner.search.layout import ClusterLayout, Machines
+from planner.search.plan import Plan, SearchOptions, make_plan
+from planner.search.values import checked_source, describe_machines, helm_values
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
@@ -28,10 +28,10 @@ from tandem.errors import InputError
 
 def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
     """A plan that came to `layout`."""
-    hardware = Hardware(find_model(model, element_bytes=element_bytes), find_device(device))
+    hardware = Hardware(find_model(model, ElementSizes(element_bytes, element_bytes)), find_device(device))
     traffic = synthetic_trace(60, Gamma(0.1), LengthSpec(50, 0.1, 100), LengthSpec(5, 0.1, 10), seed=1)
     goal = Goal(Slo(ttft_s=100.0), max_devices=max(hardware.widths()[0], 1), step_tokens=(2048,))
-    plan = make_plan(traffic, hardware, goal, SearchOptions(effort=Effort(requests=50, per_price=1, finalists=1)))
+    plan = make_plan(traffic, hardware, goal, SearchOptions(requests=50))
     assert plan.chosen is not None
     return replace(plan, chosen=replace(plan.chosen, job=replace(plan.chosen.job, layout=layout))), hardware
 
@@ -133,8 +133,7 @@ def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
 def test_as_few_whole_machines_as_hold_every_worker(
     layout: ClusterLayout, devices_per_node: int, machines: Machines
 ) -> None:
-    device = find_device("h100").model_copy(update={"devices_per_node": devices_per_node})
-    assert Machines.of(layout, device) == machines
+    assert Machines.of(layout, devices_per_node) == machines
 
 
 def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
@@ -146,6 +145,11 @@ def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
     screen = Console(file=shown, width=120)
     show(plan, "roofline", said, screen)
     assert said in shown.getvalue()
+    assert plan.chosen is not None
+    beside = replace(plan, finalists=(plan.chosen,), same_price=plan.chosen)
+    show(beside, "roofline", None, screen)
+    assert "│ 16, $48.00 │" in shown.getvalue()
+    assert str(beside.same_price_note()) in " ".join(shown.getvalue().split())
     whole, hardware = planned(ClusterLayout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
     assert describe_machines(whole, hardware.device) is None
 

@@ -83,3 +83,20 @@ def test_a_pod_on_the_hosts_network_resolves_the_clusters_names(render: Render, 
 def test_what_is_the_charts_is_refused_by_its_name(refusal: Callable[..., Any], setting: str, said: str) -> None:
     more = ("--set", "node.pod.volumeMounts[0].name=x") if "volumeMounts" in setting else ()
     assert said in refusal("--set", setting, *more)
+
+
+def test_draft_models_are_pulled_beside_the_models_once_each(render: Render) -> None:
+    model = "cluster.models[0]"
+    manifests = render(
+        "--set", "models.weights.example/small.size=50Mi,models.weights.example/large.size=90Mi",
+        "--set", f"{model}.source=example/large,{model}.engine.speculation=draft",
+        "--set", f"{model}.engine.speculation_model=example/small",
+        "--set", f"{model}.decode.engine.speculation_model=example/small",
+    )  # fmt: skip
+    head, _ = groups_of(manifests)
+    pulls = [
+        each["command"][2]
+        for each in head["template"]["spec"]["initContainers"]
+        if each["name"].startswith("pull-model")
+    ]
+    assert pulls == ["example/large", "example/small"]
