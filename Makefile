@@ -6,9 +6,11 @@ SHELL := /bin/sh
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each process that a test starts would compile Tandem anew, and each worker of pytest every test.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # In collection order: the tests of whole clusters take longest and begin first.
 IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
@@ -35,7 +37,7 @@ demo: $(RUNTIME)  ## Start 1 prefill and 1 decode worker, answer three prompts, 
 up: $(RUNTIME)  ## Start a cluster and keep it up (ARGS="--prefill 2 --decode 1")
 	@$(BIN)/tandem up $(ARGS)
 
-test: $(DEV)  ## Run the tests, at most 8 minutes on two cores (JOBS=2, ARGS="tests/unit/planner -k roofline")
+test: $(DEV)  ## Run the tests, at most 8 minutes on two cores (JOBS=3, ARGS="tests/unit/planner -k roofline")
 	$(PYTEST) $(IN_PARALLEL) $(ARGS)
 
 test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
@@ -93,6 +95,7 @@ docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come fro
 	@$(BIN)/python scripts/generate-router-requirements.py
 	@$(BIN)/python scripts/generate-schema-table.py
 	@$(BIN)/python scripts/generate-edit-table.py
+	@$(BIN)/python scripts/generate-planner-pages.py
 	@$(BIN)/python scripts/generate-client-fields.py
 
 site: $(DEV)  ## Build the documentation as a site in .cache/site

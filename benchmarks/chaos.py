@@ -17,7 +17,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, say, spec_of
 from cluster.cli.admin_client import Admin
 from cluster.testing.chaos import Chaos, History
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tandem.testing.models import random_prompt
 
 SUCCESS_TARGET = 0.999

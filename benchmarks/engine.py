@@ -37,7 +37,8 @@ from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import pull
-from tandem.config.spec import DEMO_MODEL, EngineSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import DEMO_MODEL
 from tandem.engine.attention.attention import StepAttention
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.kv_pool import DTYPES

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.device_model import QUICK, DeviceSizes, model_folder
 from benchmarks.handoff_figures import Figure
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder

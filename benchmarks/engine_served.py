@@ -68,6 +68,17 @@ class ServedPair:
                 return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
         raise RuntimeError(f"served: expected all answers to overlap, got none that do in {ATTEMPTS} attempts")
 
+    def times(self, asks: Sequence[LoadRequest], streams: int) -> list[list[float]]:
+        """When the tokens of each answer arrived, with so many answers at a time."""
+        return self._wait(self._times(asks, asyncio.Semaphore(streams)))
+
+    async def _times(self, asks: Sequence[LoadRequest], streams: asyncio.Semaphore) -> list[list[float]]:
+        async def one(ask: LoadRequest) -> list[float]:
+            async with streams:
+                return (await self._answer(self._http, ask))[1]
+
+        return await asyncio.gather(*(one(ask) for ask in asks))
+
     async def _start(self) -> None:
         cluster = await self._resources.enter_async_context(live(self._spec))
         address = cluster.grpc_address

@@ -18,7 +18,7 @@ from kvtransfer.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
-from tandem.config.spec import TransportKind
+from tandem.config.transfer import TransportKind
 
 RUN_BLOCKS = 16  # contiguous blocks; the runs are in random order, as in a pool after some use
 SETTLE_S = 0.05  # for both agents to open the ticket

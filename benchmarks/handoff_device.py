@@ -14,7 +14,7 @@ from benchmarks.handoff_bulk import bulk
 from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 from benchmarks.handoff_workers import RANK_MODULE, exposed_of
 from cluster.testing.live import live_pair
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.kvcache.layout import blocks_for
 
 DEVICE_RANK = "cluster.testing.device_rank"  # on a CPU, a pool that is used as those on GPUs are

@@ -15,7 +15,8 @@ from benchmarks.handoff_figures import Figure, HandoffSizes
 from benchmarks.serving import FIRST_ORDINARY_TOKEN, percentile
 from cluster.testing.live import LivePair, live_pair
 from tandem.checkpoint.model_store import resolve
-from tandem.config.spec import DEMO_MODEL, EngineSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import DEMO_MODEL
 from tandem.errors import WorkerLost
 from tandem.kvcache.layout import blocks_for
 from tandem.request import SamplingParams

@@ -4,8 +4,8 @@
     python -m benchmarks.planner --figure search
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the
-target, `ratio` value over target. FOLDER contains Mooncake's conversation trace, whole or its beginning; figures that
-need it are omitted without it. docs/planning.md explains each figure.
+target, `ratio` value over target. FOLDER contains recorded traces (docs/planning.md); figures that need one are omitted
+without it. docs/planning.md explains each figure.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.handoff_figures import Figure
+from benchmarks.planner_days import days as day_figures
+from benchmarks.planner_regret import regrets
+from benchmarks.planner_silicon import figures as silicon_figures
 from planner.devices import find_device
 from planner.hardware import Hardware, make_setup, simulated_block_tokens
 from planner.models import find_model
-from planner.search.evaluate import Evaluator, Job, router_spec
-from planner.search.halving import Effort
-from planner.search.layout import ClusterLayout, layouts
-from planner.search.plan import Goal, SearchOptions, make_plan
-from planner.search.simulation_pool import Journal, SimulationPool
-from planner.search.traffic import busiest
+from planner.search.choices import plan_on_each
+from planner.search.evaluate import router_spec
+from planner.search.goal import Goal
+from planner.search.layout import ClusterLayout
+from planner.search.plan import SearchOptions
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
@@ -38,7 +40,7 @@ from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
 
 GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by number of requests; computed from the published trace
-HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TARGET = 60.0, 30.0, 4.0, 180.0, 0.03
+HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S = 40.0, 30.0, 4.0, 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,17 @@ class PlannerSizes:
     million: int = 1_000_000
     million_workers: int = 2_000
     search_requests: int = 1_000
-    search_devices: int = 16
-    regret_requests: int = 400
-    regret_devices: int = 6
+    search_devices: int = 64
+    regret_requests: int = 1000
+    regret_devices: int = 64
+    day_requests: int | None = None  # None: all
 
 
-QUICK = PlannerSizes(100, 500, 80, 60, 2, 60, 2)
+QUICK = PlannerSizes(100, 500, 80, 60, 2, 60, 4, 200)
 
 
-def golden_hits(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
-    for path in traces:
+def golden_hits(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
+    for path in _mooncake(traces):
         trace = read_trace(path)
         golden = GOLDEN.get(len(trace))
         if golden is not None:
@@ -64,9 +67,9 @@ def golden_hits(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
             yield Figure(f"sim.golden_hits_{len(trace)}", value, "share", golden, value / golden)
 
 
-def hour(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+def hour(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
     """CPU time to simulate an hour of traffic on 64 workers, 32 of each role."""
-    trace = max((read_trace(path) for path in traces), key=len, default=None)
+    trace = max((read_trace(path) for path in _mooncake(traces)), key=len, default=None)
     if trace is None:
         return
     trace = trace.head(sizes.hour_requests)
@@ -77,7 +80,7 @@ def hour(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure("sim.hour_64_s", round(seconds, 2), "s", HOUR_TARGET_S, round(seconds / HOUR_TARGET_S, 3))
 
 
-def million(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+def million(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
     """A million requests. Half of the workers have each role; half of the prompts share one of 1000 prefixes."""
     half = sizes.million_workers // 2
     trace = synthetic_trace(
@@ -101,41 +104,42 @@ def million(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure(f"sim.million_rss_gb{name}", round(gigabytes, 2), "GiB", MILLION_TARGET_GB, round(ratio, 3))
 
 
-def search(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
-    """Wall-clock time of a plan for 16 H100, on all cores."""
+def search(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
+    """Wall-clock time of a plan for up to 64 devices of three models, on all cores."""
     goal = Goal(Slo(0.5, 0.02), 0.95, sizes.search_devices)
-    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
+    candidates = [Hardware(find_model("llama-3-8b"), find_device(name)) for name in ("h100", "h200", "b200")]
+    options = SearchOptions(sizes.search_requests, _cores())
     started_s = time.monotonic()
-    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _options(sizes.search_requests))
+    plan_on_each(_chat(sizes.search_requests, 60.0), candidates, goal, options)
     seconds = time.monotonic() - started_s
     yield Figure("plan.search_s", round(seconds, 1), "s", SEARCH_TARGET_S, round(seconds / SEARCH_TARGET_S, 3))
 
 
-def regret(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
-    """The extra cost of the plan over the cheapest layout, which is found by simulating all of them."""
-    trace, requests = _chat(sizes.regret_requests, 20.0), sizes.regret_requests
-    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
-    goal = Goal(Slo(0.4, 0.015), 0.95, sizes.regret_devices, (2048,))
-    evaluator = Evaluator(busiest(trace, requests), hardware, goal.slo, goal.max_running_requests)
-    jobs = [Job(each, requests) for each in layouts([1, 2], goal.max_devices, goal.step_tokens)]
-    with SimulationPool(evaluator, _cores(), Journal(None, evaluator)) as pool:
-        tried = pool.run(jobs, lambda found: None)
-    meeting = [each.layout.devices for each in tried if each.complete and each.joint >= goal.attainment]
-    plan = make_plan(trace, hardware, goal, _options(requests))
-    if not meeting or plan.chosen is None:
-        value = 0.0 if not meeting and plan.chosen is None else 1.0
-    else:
-        value = plan.chosen.layout.devices / min(meeting) - 1
-    yield Figure("plan.regret", round(value, 4), "share", REGRET_TARGET, round(value / REGRET_TARGET, 3))
+def regret(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
+    return regrets(traces, sizes.regret_requests, sizes.regret_devices, _cores())
 
 
-FIGURES: dict[str, Callable[[PlannerSizes, list[Path]], Iterator[Figure]]] = {
+def silicon(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
+    return iter(()) if sizes is QUICK else silicon_figures()  # its own test has a small table
+
+
+def days(sizes: PlannerSizes, traces: Path | None) -> Iterator[Figure]:
+    return day_figures(traces, sizes.day_requests, _cores())
+
+
+FIGURES: dict[str, Callable[[PlannerSizes, Path | None], Iterator[Figure]]] = {
     "golden_hits": golden_hits,
     "hour": hour,
     "million": million,
     "search": search,
     "regret": regret,
+    "silicon": silicon,
+    "days": days,
 }
+
+
+def _mooncake(traces: Path | None) -> list[Path]:
+    return [] if traces is None else sorted(traces.glob("mooncake_conversation*.jsonl"))
 
 
 def _setup(model: str, layout: ClusterLayout, trace: TrafficTrace, block_tokens: int | None = None) -> Setup:
@@ -157,10 +161,6 @@ def _chat(requests: int, rate: float) -> TrafficTrace:
     return synthetic_trace(requests, Gamma(rate, 1.5), prompts, answers, seed=1)
 
 
-def _options(requests: int) -> SearchOptions:
-    return SearchOptions(_cores(), None, Effort(requests))
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -168,15 +168,14 @@ def _cores() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
-    parser.add_argument("--traces", type=Path, help="a folder with slices of Mooncake's conversation trace (*.jsonl)")
+    parser.add_argument("--traces", type=Path, help="a folder with recorded traces")
     parser.add_argument("--million", type=int, default=None, help="number of requests instead of a million")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     sizes = QUICK if options.quick else PlannerSizes(million=options.million or 1_000_000)
-    traces = [] if options.traces is None else sorted(options.traces.glob("*.jsonl"))
     for name in options.figure or FIGURES:
-        for figure in FIGURES[name](sizes, traces):
+        for figure in FIGURES[name](sizes, options.traces):
             print(figure.line(), flush=True)
     return 0
 

@@ -28,7 +28,8 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import TrafficTrace
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
@@ -176,7 +177,7 @@ def ratios(cost: Path, sizes: PoolChangeSizes) -> Iterator[Figure]:
     worst, best = min(static.values()), max(static.values())
     for name, other, target in (("worst", worst, WORST_TARGET), ("best", best, BEST_TARGET)):
         ratio = scaled / other if other else 0.0
-        yield Figure(f"pools.{name}_static_ratio", round(ratio, 3), "ratio", target, round(ratio / target, 3))
+        yield Figure(f"pools.live_{name}_static_ratio", round(ratio, 3), "ratio", target, round(ratio / target, 3))
 
 
 def autoscaled_spec(slo: Slo) -> ClusterSpec:

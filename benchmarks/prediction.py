@@ -29,7 +29,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))

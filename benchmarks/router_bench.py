@@ -22,7 +22,7 @@ from benchmarks.router_stubs import BLOCK_TOKENS, CLUSTER, FINGERPRINT
 from cluster.spec.resolve import free_ports
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.text.tokenizer import Tokenizer
 
 MODEL = "bench"

@@ -19,7 +19,8 @@ from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench
 from benchmarks.router_clients import BenchClient, RawGrpcClient, RawHttpClient, TokenTimes, closed_loop, open_loop
 from benchmarks.serving import percentile
 from tandem.checkpoint.model_store import resolve
-from tandem.config.spec import DEMO_MODEL, Disaggregation, RouterSpec
+from tandem.config.model import DEMO_MODEL
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ from router.requests.validation import ValidRequest
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
 from tandem.kvcache.prefix_events import PrefixSnapshot, join_hashes
 from tandem.request import SamplingParams

@@ -25,7 +25,8 @@ from router.app import RouterApp
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import ClassSpec, Disaggregation, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import ClassSpec, Disaggregation, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
 

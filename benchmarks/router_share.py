@@ -28,7 +28,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, RouterSetup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2
 

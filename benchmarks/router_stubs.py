@@ -24,7 +24,7 @@ import uvloop
 
 from router.testing.controller import StubController
 from router.testing.stub_worker import RECEIVED, SENT
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.kvcache.prefix_events import join_hashes

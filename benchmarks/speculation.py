@@ -5,6 +5,10 @@
 
 Prints one JSON line per figure, as benchmarks/engine.py. `copy`: a quoted document and an edited file, greedy. `chat`:
 questions with nothing to copy, half of them greedy and half sampled.
+
+`proposers` first fits Medusa heads and an early exit to the model's own answers, which takes a quarter of an hour, and
+keeps them in the cache. Beside the speed of each stand its acceptance and its bound: the tokens that its steps gave,
+for the bytes of weights that these and its drafts read.
 """
 
 from __future__ import annotations
@@ -13,18 +17,27 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks import batching
+from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
+from cluster.cli.commands.train_heads import Training, run_train_heads
+from cluster.cli.load.client import LoadRequest
+from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import pull
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
+from tandem.engine.api import StepResult
 from tandem.engine.factory import Rank
 from tandem.errors import InternalError
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.text.tokenizer import Tokenizer
+from tandem.training.kinds import Kind
 
 DOCUMENT = """The history of the city began long before the first stone bridge was built across the river. Traders \
 came from the south with salt and cloth, and farmers brought grain, cheese and wool from the hills. In the year 1241 \
@@ -69,15 +82,21 @@ CHATS = tuple(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for
 SAMPLED = 0.7  # temperature
 
 
+HEADS, EXIT_LAYER, VOCABULARY = 4, 6, 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     copied: int = 90  # tokens
     written: int = 80
     runs: int = 5
     batch: int = 32
+    streams: int = 16
+    fitted: int = 60_000  # tokens of own answers
+    passes: int = 4
 
 
-QUICK = Sizes(copied=6, written=4, runs=1, batch=3)
+QUICK = Sizes(copied=6, written=4, runs=1, batch=3, streams=2, fitted=100, passes=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +132,7 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
         def rank(name: str, speculation: str) -> Rank:
             return single_rank(
-                model_dir, Path(folder) / name, kv_blocks=4000, threads_per_rank=2, speculation=speculation
+                model_dir, Path(folder) / name, kv_blocks=2000, threads_per_rank=2, speculation=speculation
             )
 
         plain, ours = rank("plain", "none"), rank("ours", "lookup")
@@ -130,35 +149,167 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         yield Figure("spec.lookup_acceptance", speculator.accepted / max(1, speculator.proposed), "share")
 
 
+def speculating(model_dir: Path, sizes: Sizes) -> dict[str, dict[str, Any]]:
+    """The settings of each proposer. The draft model is the model itself in int4: no smaller one has its vocabulary."""
+    return {
+        "lookup": {"speculation": "lookup"},
+        "lookahead": {"speculation": "lookahead"},
+        "draft": {"speculation": "draft", "speculation_weights": "int4"},
+        "early_exit": {"speculation": "early_exit", "speculation_model": str(fitted(Kind.EARLY_EXIT, sizes))},
+        "medusa": {"speculation": "medusa", "speculation_model": str(fitted(Kind.MEDUSA, sizes))},
+    }
+
+
+def fitted(kind: Kind, sizes: Sizes) -> Path:
+    folder = cache_dir() / "benchmarks" / f"{DEMO_MODEL}-{kind}-{sizes.fitted}-{sizes.passes}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+            flags = Training(
+                kind, DEMO_MODEL, Path(scratch) / "new", None, HEADS, EXIT_LAYER if kind is Kind.EARLY_EXIT else None,
+                VOCABULARY, sizes.fitted, sizes.passes, "cpu", 2, seed=0,
+            )  # fmt: skip
+            run_train_heads(flags)
+            folder.parent.mkdir(exist_ok=True)
+            flags.output.rename(folder)
+    return folder
+
+
+def draft_share(name: str, config: ModelConfig) -> float:
+    """Bytes of weights that a pass of drafting reads, over those of a step."""
+    head = config.vocab_size * config.hidden_size
+    heads = config.heads + 2 * config.kv_heads
+    layer = config.hidden_size * (config.head_dim * (heads + config.heads) + 3 * config.intermediate_size)
+    fitted_head, square = VOCABULARY * config.hidden_size, config.hidden_size**2
+    bytes_read = {
+        "lookahead": 0.0,
+        "draft": 0.75 * config.layers * layer + head,  # groups of 32 with a scale and a minimum; an int8 head
+        "early_exit": 4.0 * (EXIT_LAYER * layer + square + fitted_head),
+        "medusa": 4.0 * (HEADS * square + fitted_head),
+    }[name]
+    return bytes_read / (4.0 * (config.layers * layer + head))
+
+
+@dataclass(slots=True)
+class Counted:
+    """Steps of an engine, and passes that these drafted in."""
+
+    rank: Rank
+    steps: int = 0
+    passes: int = 0
+
+    def watch(self) -> None:
+        step, drafter = self.rank.engine.step, self.rank.runner.drafter
+
+        def counted() -> StepResult:
+            if drafter is not None:
+                drafter.passes = 0
+            result = step()
+            self.steps += 1
+            self.passes += 0 if drafter is None else drafter.passes
+            return result
+
+        self.rank.engine.step = counted  # type: ignore[method-assign]
+
+
+def measure_proposers(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Speed on chat over that without, one request at a time, medians of turns."""
+    tokenizer, config = Tokenizer.load(model_dir), ModelConfig.load(model_dir)
+    chats = [Asked(prompt, SAMPLED * (number % 2), sizes.written) for number, prompt in enumerate(CHATS)]
+    options = {"kv_blocks": 1000, "threads_per_rank": 2}
+    for name, settings in speculating(model_dir, sizes).items():
+        if name == "lookup":
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            plain = single_rank(model_dir, Path(folder) / "plain", None, None, **options)
+            ours = single_rank(model_dir, Path(folder) / "ours", None, None, **options, **settings)
+            counted = Counted(ours)
+            counted.watch()
+            turns = [
+                [answers(each, tokenizer, chats, together=False) for each in (plain, ours)] for _ in range(sizes.runs)
+            ]
+            without, with_it = (statistics.median(seconds for seconds, _ in each) for each in zip(*turns, strict=True))
+            tokens = sum(len(answer) for turn in turns for answer in turn[1][1])
+            speculator = ours.engine.speculator
+            if speculator is None:
+                raise InternalError("engine.speculation: expected a speculator, got none")
+            yield Figure(f"spec.{name}_b1", with_it, "s", without, without / with_it)
+            yield Figure(f"spec.{name}_acceptance", speculator.accepted / max(1, speculator.proposed), "share")
+            bytes_read = counted.steps + counted.passes * draft_share(name, config)
+            yield Figure(f"spec.{name}_bound", tokens / bytes_read, "ratio")
+
+
 def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
-    """The share of answers that are equal, token for token, with `batch_invariant`: batches of 1, 8 and 32."""
+    """The share of answers that are equal, token for token, with `batch_invariant`: batches of 1, 8 and 32, of all
+    proposers."""
     tokenizer = Tokenizer.load(model_dir)
     asked = [Asked(prompt, temperature, sizes.copied) for prompt in (*COPIES, *CHATS) for temperature in (0.0, SAMPLED)]
     equal = total = 0
     with tempfile.TemporaryDirectory() as folder:
-        options = {"kv_blocks": 4000, "threads_per_rank": 2, "batch_invariant": True}
-        ranks = [
-            single_rank(model_dir, Path(folder) / name, None, None, speculation=name, **options)
-            for name in ("none", "lookup")
+        options = {"kv_blocks": 1500, "threads_per_rank": 2, "batch_invariant": True}
+        plain = single_rank(model_dir, Path(folder) / "none", None, None, **options)
+        batches = [
+            asked[at : at + batch]
+            for batch in sorted({1, min(8, sizes.batch), sizes.batch})
+            for at in range(0, len(asked), batch)
         ]
-        for batch in sorted({1, min(8, sizes.batch), sizes.batch}):
-            batches = [asked[at : at + batch] for at in range(0, len(asked), batch)] if batch < len(asked) else [asked]
-            for some in batches:
-                (_, without), (_, with_it) = (answers(each, tokenizer, some, together=True) for each in ranks)
+        expected = [answers(plain, tokenizer, some, together=True)[1] for some in batches]
+        for name, settings in speculating(model_dir, sizes).items():
+            ours = single_rank(model_dir, Path(folder) / name, None, None, **options, **settings)
+            for some, without in zip(batches, expected, strict=True):
+                with_it = answers(ours, tokenizer, some, together=True)[1]
                 equal += sum(one == other for one, other in zip(without, with_it, strict=True))
                 total += len(some)
     yield Figure("spec.exact_share", equal / total, "share", 1.0, equal / total)
 
 
+def measure_goodput(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Answers per second whose tokens come within 1.25 times the median time of those without, of a pair of a prefill
+    and a decode worker with 16 streams, half of which copy: `auto` over none, medians of turns."""
+    tokenizer = Tokenizer.load(model_dir)
+    texts = [(COPIES, CHATS)[number % 2][number // 2 % 2] for number in range(2 * sizes.streams)]
+    asks = [
+        LoadRequest(tokenizer.encode(f"Request {number}.\n{text}", add_special_tokens=False), sizes.copied)
+        for number, text in enumerate(texts)
+    ]
+    with (
+        ServedPair(model_dir, 1, {"speculation": "none"}) as plain,
+        ServedPair(model_dir, 1, {"speculation": "auto"}) as ours,
+    ):
+        first = [pair.times(asks, sizes.streams) for pair in (plain, ours)]  # prompts are cached from here on
+        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0])
+
+        def goodput(pair: ServedPair) -> float:
+            began_s = time.perf_counter()
+            answered = pair.times(asks, sizes.streams)
+            good = sum(_pace_s(times) <= pace_s for times in answered)
+            return good / (time.perf_counter() - began_s)
+
+        turns = [[goodput(pair) for pair in (plain, ours)] for _ in range(sizes.runs)]
+    without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
+    yield Figure("spec.goodput_ratio", with_it, "requests/s", without, with_it / without if without else None)
+
+
+def _pace_s(times: Sequence[float]) -> float:
+    """Mean seconds between an answer's tokens."""
+    return (times[-1] - times[0]) / max(1, len(times) - 1)
+
+
+def measure_batching(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
+    return batching.measure_batching(model_dir, batching.QUICK if sizes is QUICK else batching.Sizes())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", choices=["lookup", "exactness"])
+    parser.add_argument("--figure", choices=["lookup", "proposers", "goodput", "exactness", "batching"])
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args()
     sizes, model_dir = QUICK if given.quick else Sizes(), pull(DEMO_MODEL)
     figures: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
         "lookup": measure_lookup,
+        "proposers": measure_proposers,
+        "goodput": measure_goodput,
         "exactness": measure_exactness,
+        "batching": measure_batching,
     }
     for name, measure in figures.items():
         if given.figure in (None, name):

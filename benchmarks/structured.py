@@ -33,7 +33,7 @@ from router.model_formats.registry import TOOL_FORMATS, Formats
 from router.testing.call_writers import WRITERS
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import pull
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tandem.errors import InputError, TandemError
 from tandem.grammar.compiler import GrammarCompiler, Matcher
 from tandem.grammar.constraint import Constraint, choice, json_schema, lark, regex

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.errors import ConfigError
 from tandem.files import replace_file
 from tandem.rpc.identity import Identity

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.spec import NODE_GROUP_LABEL, Role
+from tandem.config.model import NODE_GROUP_LABEL, Role
 from tandem.errors import ConfigError, UnavailableError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -6,7 +6,7 @@ import argparse
 
 from cluster.cli.admin_client import Admin
 from cluster.kubernetes import KubernetesApi
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 
 
 def add_pod_arguments(parser: argparse.ArgumentParser) -> None:

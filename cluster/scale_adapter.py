@@ -24,7 +24,7 @@ from cluster.kubernetes import Pool
 from cluster.pod_arguments import add_pod_arguments, admin_of, kubernetes_of
 from cluster.tasks import count_failure, keep_running
 from planner.pool_forecast import PoolSizes
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import TandemError
 from tandem.text.words import plural
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc

@@ -53,7 +53,7 @@ from router.workers.fleet import Fleet
 from tandem.clock import Clock, SystemClock
 from tandem.config.auth import STDOUT
 from tandem.config.launch import RouterLaunch
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
@@ -103,6 +103,7 @@ class RouterApp:
         self.service = self._new_service()
         self._snapshots = self._new_snapshots()
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory, self._tls)
+        self._scraped.watch_directory(self._directory)
         self._bind_edges()
         self._resources = ResourceWatch(self._folders())
         self._watching_resources: asyncio.Task[None] | None = None

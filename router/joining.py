@@ -18,7 +18,7 @@ import grpc
 
 from tandem.checkpoint.cache import cache_dir
 from tandem.config.launch import ROUTER_ID, RouterLaunch, ServedModel
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.errors import ConfigError, IncompatibleVersions
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel

@@ -17,7 +17,7 @@ from router.probes.health_from_requests import HealthFromRequests
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.workers.fleet import Fleet
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 
 
 class Observers:

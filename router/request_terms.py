@@ -11,7 +11,7 @@ from router.auth.call import Call
 from router.auth.principal import Principal
 from router.request_ids import client_request_id
 from tandem.clock import Clock
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import InputError, PermissionDenied
 from tandem.telemetry.trace_context import TraceContext, TraceSampler
 

@@ -30,6 +30,7 @@ from tandem.text.words import plural
 
 MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
 LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
+MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers of a call
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted between two turns of the event loop: under 1 ms
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
@@ -79,9 +80,9 @@ class RouterService:
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
-    def check_tokens(self, name: str, count: int, call: Call | None = None) -> None:
+    def check_tokens(self, name: str, count: int, call: Call | None = None, *, field: str = "prompt") -> None:
         """Checks the number of token ids before any is parsed. Raises ModelNotFound, ContextExceeded."""
-        self.model(name, call, required=False).check_tokens("prompt", count)
+        self.model(name, call, required=False).check_tokens(field, count)
 
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
@@ -122,6 +123,7 @@ class RouterService:
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice.
         """
         total = len(raws) * choices
+        _check_predictions(raws, total)
         parsed: list[tuple[ServingModel, ValidRequest]] = []
         for raw in raws:
             if parsed:
@@ -289,9 +291,21 @@ def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:
     return sum(times * request.prompt_tokens for times, request in each)
 
 
+def _check_predictions(raws: Sequence[RawRequest], total: int) -> None:
+    """Each answer has its own copy on its way to a worker."""
+    size = max((len(raw.prediction) for raw in raws if raw.prediction is not None), default=0)
+    if total > 1 and size * total > MAX_PREDICTED:
+        raise InputError(
+            f"prediction: expected at most {MAX_PREDICTED} characters or tokens for all answers together, got {size} "
+            f"for each of {total}: shorten it, or ask for fewer answers at a time",
+            field="prediction",
+        )
+
+
 def _submit_tokens(request: ValidRequest) -> int:
     """What a submission costs the event loop, in tokens of a prompt to copy."""
-    return REQUEST_TOKENS + request.prompt_tokens + BIAS_TOKENS * len(request.sampling.logit_bias)
+    copied = request.prompt_tokens + len(request.prediction or ())
+    return REQUEST_TOKENS + copied + BIAS_TOKENS * len(request.sampling.logit_bias)
 
 
 def _tenant_of(call: Call | None) -> str:

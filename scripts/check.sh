@@ -52,6 +52,7 @@ step "generated quick start" "$PYTHON" scripts/generate-quickstart.py --check
 step "generated requirements of the router image" "$PYTHON" scripts/generate-router-requirements.py --check
 step "generated table of schemas" "$PYTHON" scripts/generate-schema-table.py --check
 step "generated table of edits" "$PYTHON" scripts/generate-edit-table.py --check
+step "generated pages of planning" "$PYTHON" scripts/generate-planner-pages.py --check
 step "generated table of clients' fields" "$PYTHON" scripts/generate-client-fields.py --check
 step "documentation site" scripts/site.sh
 step "hadolint" "$bin/hadolint" deploy/docker/Dockerfile

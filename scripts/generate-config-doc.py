@@ -19,7 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from schema_words import type_of
 
-from tandem.config.spec import ClusterSpec, EngineOverrides
+from tandem.config.engine import EngineOverrides
+from tandem.config.spec import ClusterSpec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -28,7 +29,7 @@ INTRODUCTION = """\
 
 *For operators. After this page you know every key with its type, default and meaning.*
 
-<!-- Generated from tandem/config/spec.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
+<!-- Generated from tandem/config by scripts/generate-config-doc.py; change that and run `make docs`. -->
 
 The YAML file (`tandem up --config FILE`), the environment, the flags and the Helm values under `cluster` share this
 schema. `tandem up` validates it at start. An unknown key is an error that names it. Every section has defaults, so an

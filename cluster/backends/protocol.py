@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
-from tandem.config.spec import Colocate
+from tandem.config.model import Colocate
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from cluster.devices import VISIBLE, narrowed
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.rpc.identity import Identity
 
 _LOCAL = {

@@ -36,7 +36,7 @@ from cluster.backends.lease import LEASE_S, Lease
 from cluster.backends.machines import Machine, beside_partner, nearest
 from cluster.backends.protocol import MemberHandle, Resources, Where
 from cluster.backends.ray_member import RayMember, SupervisorActor
-from tandem.config.spec import NODE_GROUP_LABEL, Colocate
+from tandem.config.model import NODE_GROUP_LABEL, Colocate
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 from cluster.certificates import folder_spec, load, texts_of
 from cluster.cli import state_file
 from cluster.cli.state_file import ClusterState
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS

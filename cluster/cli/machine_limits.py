@@ -10,7 +10,9 @@ from pathlib import Path
 from cluster.cli import state_file
 from cluster.cli.run_dirs import private_base
 from router.edge.limits.http import SPARE_FILES
-from tandem.config.spec import ClusterSpec, Role, TransportKind
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
+from tandem.config.transfer import TransportKind
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import planning
+from cluster.cli.options import planning, training
 from cluster.cli.options.audit import audit
 from cluster.cli.options.certs import certs
 from cluster.cli.options.keys import keys
@@ -158,7 +158,7 @@ def demo(
         str, typer.Option("--name", "--cluster", help="Name of the cluster, unique on this machine.")
     ] = "tandem-demo",
 ) -> None:
-    """Ask a small cluster three questions, show where the time went. It has one prefill and one decode worker."""
+    """Ask a small cluster three questions, show where time went. It has one prefill and one decode worker."""
     from cluster.cli.commands.demo import run_demo
 
     raise typer.Exit(run_demo(name))
@@ -262,7 +262,7 @@ def drain(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Empty a worker, then remove or restart it; no request is lost."""
+    """Empty a worker, then remove or restart it, losing no request."""
     from cluster.cli.admin_client import find_admin
     from cluster.cli.commands.scaling import run_drain
 
@@ -281,7 +281,7 @@ def restart(
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Restart the workers one after another, without losing a request. The cluster goes on if this command ends."""
+    """Restart the workers one after another, losing no request. The cluster goes on if this command ends."""
     from cluster.cli.admin_client import find_admin
     from cluster.cli.commands.scaling import run_restart, run_watch_restart
 
@@ -339,6 +339,7 @@ def doctor(config: Config = None, model: Model = None, settings: Settings = None
 
 
 planning.add_to(app)
+training.add_to(app)
 
 
 @app.command()

@@ -43,6 +43,8 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
         f"{trace.prompt_tokens} prompt tokens ({trace.cached_tokens_prefill} cached on prefill, "
         f"{trace.cached_tokens_decode} on decode), {trace.completion_tokens} answered, {_ms(trace.total_s)}"
     )
+    if trace.accepted_tokens or trace.unused_tokens:
+        console.print(f"proposed tokens: {trace.accepted_tokens} accepted, {trace.unused_tokens} unused")
     width = console.width if console.width < UNLIMITED else FILE_WIDTH
     if not trace.attempts:
         console.print("no worker received it")

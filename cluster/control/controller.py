@@ -33,8 +33,9 @@ from cluster.keeper.keeper import KeeperCalls
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import ResolvedCluster, check_ports
 from cluster.tasks import keep_running, raise_failure, run_together
+from tandem.config.model import Role
 from tandem.config.observability import LogTarget
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server

@@ -18,7 +18,8 @@ from cluster.spec.changes import SHOWN_FIELDS, SpecSource, changed_fields, decid
 from cluster.tasks import count_failure
 from tandem.config.frozen import Frozen
 from tandem.config.launch import RouterLaunch
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.version import works_with
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from cluster.keeper.supervisor import python
 from cluster.spec.resolve import port_is_free
 from cluster.tasks import count_failure
 from tandem.config.launch import RouterLaunch
-from tandem.config.spec import ClusterSpec, RouterSpec
+from tandem.config.router import RouterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import PortInUse, UnavailableError
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity

@@ -19,7 +19,9 @@ from cluster.keeper.members import RunningProcess
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel
 from cluster.tasks import raise_failure
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import ClusterSpec, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, ModelNotFound, UnavailableError
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, trace_pb2

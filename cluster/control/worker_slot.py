@@ -17,7 +17,8 @@ from cluster.spec.resolve import ResolvedModel
 from cluster.tasks import count_failure
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import ClusterSpec, PoolSpec, Role
+from tandem.config.model import PoolSpec, Role
+from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2
 from worker.exit_codes import GPU_LOST_EXIT_CODE
 

@@ -17,7 +17,8 @@ from cluster.control.worker_slot import ROLES, EpochSettings, Place, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
 from cluster.tasks import raise_failure, run_together
 from kvtransfer.control import REACHABLE, LinkState
-from tandem.config.spec import Colocate, EngineSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Colocate, Role
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls

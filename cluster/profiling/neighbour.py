@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.profiling.profiler import Grid, Profiler, build_alone
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.errors import UnavailableError
 
 READY = "ready"

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from planner.fitted import DecodePoint, PrefillPoint
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank

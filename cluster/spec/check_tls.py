@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.certificates import SOON_DAYS, days_left, load, texts_of
-from tandem.config.spec import ClusterSpec, TlsSpec
+from tandem.config.security import TlsSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.rpc.edge_tls import edge_context
 from tandem.rpc.identity import Identity

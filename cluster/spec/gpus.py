@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from cluster.devices import DeviceBook, GpuReport, device_name
-from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec, Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 PROBE_TIMEOUT_S = 120.0  # importing torch and opening eight GPUs takes seconds, on a busy machine more

@@ -13,7 +13,9 @@ from kvtransfer.connection.handshake import LinkRefused, LocalRank
 from kvtransfer.control import AttachPool, DeviceMemory, Peer, WireLayout
 from kvtransfer.transports.choice import FASTEST_FIRST, PROCESS_GROUP, choose_transport
 from kvtransfer.transports.host_support import HostSupport
-from tandem.config.spec import ClusterSpec, Role, TransportKind
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
+from tandem.config.transfer import TransportKind
 
 _HERE = "here"
 _OTHER_GPU = "a GPU there"

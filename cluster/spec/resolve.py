@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -25,16 +25,25 @@ from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
 from tandem.clock import SystemClock
+from tandem.config.engine import EngineSpec
 from tandem.config.launch import AUTO_HOST
-from tandem.config.spec import ClusterSpec, EngineSpec, ModelSpec, Role, TransportKind
+from tandem.config.model import ModelSpec, Role
+from tandem.config.spec import EMBEDDED_REDIS_BYTES, ClusterSpec
+from tandem.config.transfer import TransportKind
 from tandem.errors import ConfigError, IncompatiblePools, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
+from tandem.machine_memory import available_bytes
 from tandem.telemetry.audit import check_audit_log
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import TOKENIZER_FILE, missing_tokenizer
 from tandem.text.words import plural
 
 PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
+# Measured under load, 2026-11-27:
+ROUTER_BYTES = 100 << 20  # of a router beside its prefix index
+CONTROL_BYTES = 100 << 20  # of the controller
+RAY_BYTES = 300 << 20  # of Ray on this machine, and 55 MiB for the actor of each process that it runs
+ACTOR_BYTES = 55 << 20
 LEAST_FREE_PORT = 20000
 _FOREIGN = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -88,7 +97,7 @@ def resolve(spec: ClusterSpec, progress: Progress, probe: GpuProbe = probe_gpus)
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
     if spec.control.ray_address is None:
-        check_memory(models)
+        check_memory(spec, models)
     return ResolvedCluster(spec, models, resolve_devices(spec, probe))
 
 
@@ -116,6 +125,9 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
         if spec.pool(role).workers:
             model.config.check_tp(spec.pool(role).tp, f"{role}.tp")
         _check_context(spec, role, model.config.max_position_tokens)
+        engine = spec.engine_of(role)
+        if engine.speculation == "draft" and engine.speculation_model is not None:
+            _locate(engine.speculation_model, progress, fetch)
     check_handoff(spec, model.config)
     return model
 
@@ -342,32 +354,35 @@ def _stored_element_bytes(model: ResolvedModel) -> int:
     return 4 if stored > 3 * parameters else 2
 
 
-def check_memory(models: tuple[ResolvedModel, ...]) -> int:
-    """Returns the bytes needed. Raises InsufficientMemory if fewer are available."""
-    needed = sum(map(needed_bytes, models))
+def check_memory(spec: ClusterSpec, models: tuple[ResolvedModel, ...]) -> int:
+    """Returns the bytes needed on this machine. Raises InsufficientMemory if fewer are available."""
+    of_models = sum(map(needed_bytes, models))
+    needed = of_models + _shared_bytes(spec, models)
     available = available_bytes()
     if needed > available:
+        what = "weights, KV pools and processes" if of_models else "processes"
+        field = "engine.kv_memory_bytes" if of_models else "router.replicas"
+        lower = [_kv_fields(*models), "the number of workers"] if of_models else []
+        lower += ["router.replicas"] if spec.router.replicas > 1 else []
+        lower += [] if of_models else ["router.index_memory_bytes"]
         raise InsufficientMemory(
-            f"engine.kv_memory_bytes: about {needed >> 20} MiB are needed for weights, KV pools and processes and "
-            f"{available >> 20} MiB are available: lower {_kv_fields(*models)}, or the number of workers",
-            field="engine.kv_memory_bytes",
+            f"{field}: about {needed >> 20} MiB are needed for {what} and {available >> 20} MiB are available: lower "
+            f"{' or '.join(lower)}",
+            field=field,
         )
     return needed
 
 
-def available_bytes() -> int:
-    """Free memory of the machine or of the control group, whichever is less."""
-    return min([psutil.virtual_memory().available, *_cgroup_free()])
-
-
-def _cgroup_free() -> Iterator[int]:
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return
-    if limit.isdigit():
-        yield max(0, int(limit) - used)
+def _shared_bytes(spec: ClusterSpec, models: tuple[ResolvedModel, ...]) -> int:
+    """Of what is no worker: routers, the controller, Redis and Ray."""
+    routers = spec.router.replicas
+    needed = CONTROL_BYTES + routers * (ROUTER_BYTES + spec.router.index_memory_bytes)
+    if spec.redis.mode == "embedded":
+        needed += EMBEDDED_REDIS_BYTES
+    if spec.control.backend == "ray" and spec.control.ray_address is None:
+        pools = (model.spec.pool(role) for model in models for role in Role)
+        needed += RAY_BYTES + ACTOR_BYTES * (routers + sum(pool.workers * pool.tp for pool in pools))
+    return needed
 
 
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:

@@ -229,7 +229,7 @@ class FakeWorker:
         transport: str = "auto",
         digests: bool = True,
         connects: bool = False,
-        ttl_s: float = 10.0,
+        ttl_s: float = 30.0,  # of a busy machine
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
         protocol: int = PROTOCOL_VERSION,
         int8: bool = False,
@@ -262,7 +262,7 @@ class FakeWorker:
         for rank in self.ranks:
             rank.connect()
         for rank in self.ranks:
-            self.attached[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
+            self.attached[rank.rank] = await rank.expect(Attached)
 
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
@@ -288,7 +288,7 @@ class FakeWorker:
         for rank in self.ranks:
             rank.send_as_leader(message)
 
-    async def linked(self, *, timeout_s: float = 30.0) -> None:
+    async def linked(self, *, timeout_s: float = WAIT_S) -> None:
         """Waits until every rank has at least one ready link."""
         for rank in self.ranks:
             await rank.expect(LinkReport, state="ready", timeout_s=timeout_s)
@@ -318,7 +318,7 @@ class Handoff:
         *,
         first_block: int = 0,
         seed: int = 0,
-        ttl_s: float = 10.0,
+        ttl_s: float = 30.0,  # of a busy machine
     ) -> Handoff:
         kv = FakeKv(decode.model, tokens, seed)
         generator = np.random.default_rng(seed + 1)

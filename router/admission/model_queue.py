@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from router.admission.fair_turns import FairTurns
 from router.request_terms import RequestTerms
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import TandemError
 
 Item = TypeVar("Item")

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from router.admission.fair_turns import FairTurns
 from router.admission.model_queue import ModelQueue, WaitingRequest
 from router.request_terms import RequestTerms
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
 
 Item = TypeVar("Item")

@@ -14,7 +14,7 @@ from enum import StrEnum
 from router.prefix_index.mirror import WorkerKey
 from router.workers.fleet import Fleet
 from router.workers.health import EjectReason, HealthState
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 MAX_EVENTS = 200
 SAME_WITHIN_S = 10.0

@@ -18,7 +18,8 @@ from router.requests.state_machine import RequestRun
 from router.service import RouterService
 from router.workers.fleet import Worker
 from tandem.clock import Clock
-from tandem.config.spec import ClassSpec, Role
+from tandem.config.model import Role
+from tandem.config.router import ClassSpec
 from tandem.request import RequestState
 from tandem.v1 import trace_pb2
 from tandem.version import tandem_version

@@ -16,10 +16,10 @@ from router.edge.write_pauses import WritePauses
 from router.request_terms import RequestTerms
 from router.requests.answers import AnswerReader, SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
-from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling
+from router.requests.validation import MAX_CACHE_SALT_CHARS, PREDICTION, Prompt, RawRequest, RawSampling
 from router.service import RouterService
 from router.texts.chat import Chat
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
 from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
@@ -132,6 +132,8 @@ class InferenceEdge(InferenceServicer):
             terms.call.name_model(request.model)
         try:
             self._service.check_tokens(request.model, len(request.token_ids.ids), terms.call)
+            predicted = len(request.prediction.token_ids.ids)
+            self._service.check_tokens(request.model, predicted, terms.call, field=PREDICTION)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
             size = request.chat.ByteSize() + request.constraint.ByteSize()  # they hold JSON
             return await self._service.threads.parse(terms.tenant, size, partial(_raw, request))
@@ -142,7 +144,10 @@ class InferenceEdge(InferenceServicer):
 
 def _raw(request: pb.GenerateRequest) -> RawRequest:
     sampling = _sampling(request.sampling, _constraint(request.constraint))
-    return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
+    prediction = _prediction(request.prediction) if request.HasField("prediction") else None
+    return RawRequest(
+        request.model, _prompt(request), sampling, request.user, request.cache_salt, prediction=prediction
+    )
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:
@@ -157,6 +162,16 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
             return chat_of(request.chat)
         case _:
             raise InputError("input: expected prompt, token_ids or chat, got none of them", field="input")
+
+
+def _prediction(given: pb.Prediction) -> str | tuple[int, ...]:
+    match given.WhichOneof("content"):
+        case "text":
+            return given.text
+        case "token_ids":
+            return tuple(given.token_ids.ids)
+        case _:
+            raise InputError("prediction: expected text or token_ids, got neither", field=PREDICTION)
 
 
 def _constraint(given: pb.Constraint) -> Constraint | None:
@@ -262,6 +277,10 @@ def _finished(final: Final) -> pb.Finished:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            accepted_tokens=usage.accepted_tokens,
+            unused_tokens=usage.unused_tokens,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
         ),
         timeline=pb.Timeline(
             queue_s=line.queue_s,

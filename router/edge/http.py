@@ -53,7 +53,7 @@ from router.request_ids import RequestIds
 from router.request_terms import TENANT
 from router.requests.answers import Answers
 from router.service import RouterService
-from tandem.config.spec import IdempotencySpec
+from tandem.config.router import IdempotencySpec
 from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 

@@ -7,7 +7,7 @@ import logging
 
 import grpc
 
-from tandem.config.spec import EdgeTlsSpec
+from tandem.config.security import EdgeTlsSpec
 from tandem.errors import ConfigError
 from tandem.rpc.edge_tls import FIELD, edge_context, fill_context
 from tandem.rpc.grpc_tls import dynamic_credentials

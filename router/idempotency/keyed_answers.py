@@ -17,7 +17,7 @@ from typing import Protocol
 
 from router.idempotency.answer_log import AnswerLog, LogReader
 from router.idempotency.keyed_metrics import Api, Outcome
-from tandem.config.spec import IdempotencySpec
+from tandem.config.router import IdempotencySpec
 from tandem.errors import (
     AnswerNotKept,
     AnswerUnderWay,

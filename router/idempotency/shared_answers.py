@@ -69,6 +69,7 @@ class SharedAnswers:
         *,
         lease_s: float = LEASE_S,
         poll_s: float = POLL_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._redis = connect(redis_url)
         self._cluster = cluster
@@ -78,6 +79,7 @@ class SharedAnswers:
         self._clock = clock
         self._lease_ms = round(lease_s * 1000)
         self._poll_s = poll_s
+        self._answer_s = answer_s
         self._rests_until_s = clock.now_s()
 
     async def obtain(self, request: KeyedRequest, log: AnswerLog, produce: Produce) -> TandemError | None:
@@ -167,7 +169,7 @@ class SharedAnswers:
                 call.close()
             raise TimeoutError("Redis failed a moment ago")
         try:
-            return await answer(call, ANSWER_S)
+            return await answer(call, self._answer_s)
         except (RedisError, OSError) as error:
             self._rests_until_s = self._clock.now_s() + REST_S
             log.warning("redis is not reachable; idempotency keys hold per router", extra={"error": str(error)})

@@ -12,7 +12,8 @@ from router.requests import actions as act
 from router.requests.facts import Arrived, Facts
 from router.requests.state_machine import RequestRun
 from router.workers.fleet import Fleet
-from tandem.config.spec import ClassSpec, Role
+from tandem.config.model import Role
+from tandem.config.router import ClassSpec
 from tandem.request import RequestState
 from tandem.v1 import trace_pb2
 

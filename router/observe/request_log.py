@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 
+from kvtransfer.causes import HandoffFault
 from router.observe.trace import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts, Requeued
@@ -20,9 +21,16 @@ class RequestLog:
         self._traces = traces
 
     def subscribe(self, facts: Facts) -> None:
+        facts.subscribe(act.HandoffFailed, "request_log", self._handoff_failed)
         facts.subscribe(Requeued, "request_log", self._requeued)
         facts.subscribe(act.End, "request_log", self._ended)
         facts.subscribe(act.End, "calls", _end_call)
+
+    def _handoff_failed(self, run: RequestRun, fact: act.HandoffFailed, now_s: float) -> None:
+        fields = {"cause": fact.error.cause.value if isinstance(fact.error, HandoffFault) else fact.error.code.value}
+        for role, worker in (("prefill", run.prefill), ("decode", run.decode)):
+            fields[role] = "" if worker is None else worker.worker_id
+        log.warning("handoff failed", extra=self._traces.of(run).names() | fields | {"error": str(fact.error)})
 
     def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
         fields = {"cause": str(fact.cause), "answer_tokens": str(run.answer_tokens)}

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.requests.output import Final
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
 
@@ -25,7 +25,7 @@ class SloOutcome(StrEnum):
 
 
 # Refusals that a larger cluster would avoid.
-_NO_ROOM = frozenset(
+NO_ROOM = frozenset(
     {
         ErrorCode.OVERLOADED,
         ErrorCode.UNAVAILABLE,
@@ -41,7 +41,7 @@ def slo_outcome(
 ) -> SloOutcome | None:
     """None for requests that are not counted: bad input, cancelled by the client. An unset objective counts as met."""
     if final is None:
-        ours = state is RequestState.FAILED or (state is RequestState.REJECTED and code in _NO_ROOM)
+        ours = state is RequestState.FAILED or (state is RequestState.REJECTED and code in NO_ROOM)
         return SloOutcome.FAILED if ours else None
     line, tokens = final.timeline, final.usage.completion_tokens
     late = objectives.ttft_slo_s is not None and line.ttft_s > objectives.ttft_slo_s

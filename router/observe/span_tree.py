@@ -99,6 +99,9 @@ def _request_attributes(trace: Trace) -> dict[str, str | int | float | bool]:
     if trace.usage is not None:
         found["gen_ai.usage.output_tokens"] = trace.usage.completion_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = trace.usage.cached_tokens
+        if trace.usage.accepted_tokens or trace.usage.unused_tokens:
+            found["tandem.accepted_tokens"] = trace.usage.accepted_tokens
+            found["tandem.unused_tokens"] = trace.usage.unused_tokens
     first_s = next((each.first_token_s for each in trace.attempts if each.first_token_s is not None), None)
     if first_s is not None:
         found["tandem.ttft_s"] = first_s - (trace.received_s if trace.arrived_s is None else trace.arrived_s)

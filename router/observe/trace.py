@@ -270,6 +270,8 @@ class Trace:
             received_unix_s=self.received_unix_s,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=0 if self.usage is None else self.usage.completion_tokens,
+            accepted_tokens=0 if self.usage is None else self.usage.accepted_tokens,
+            unused_tokens=0 if self.usage is None else self.usage.unused_tokens,
             cached_tokens_prefill=self.cached_tokens_prefill,
             cached_tokens_decode=self.cached_tokens_decode,
             total_s=0.0 if self.ended_s is None else self.ended_s - self.received_s,

@@ -25,7 +25,7 @@ from router.policies.pace import (
 )
 from router.policies.types import WorkerEpoch
 from tandem.clock import Clock
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 HALF_LIFE_S = 30.0
 REFRESH_S = 0.25  # a worker's figures are recomputed at most this often: each decision reads them for all workers

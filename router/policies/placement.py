@@ -22,7 +22,7 @@ from router.policies.scores import (
     Shuffled,
 )
 from router.policies.types import Candidate, Filter, Pick, Placement, PlacementQuery, PlacementReason, Score, WaitReason
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 
 Weighted = tuple[tuple[Score, float], ...]
 

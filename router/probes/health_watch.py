@@ -14,9 +14,9 @@ from router.observe.metrics.health import CanaryPurpose, CanaryResult, HealthMet
 from router.prefix_index.mirror import WorkerKey
 from router.probes.canary import Canary
 from router.workers.fleet import Fleet, Worker
-from router.workers.health import HealthState, MigrateRequests, SendCanary, Silence
+from router.workers.health import EjectReason, HealthState, MigrateRequests, SendCanary, Silence
 from tandem.clock import Clock
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class HealthWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._closed = False
+        fleet.health.on_eject = _log_ejection
 
     def wake(self) -> None:
         """Starts the timer: a worker has requests or is unhealthy."""
@@ -126,3 +127,7 @@ class HealthWatch:
         board.canary_ended(key, self._clock.now_s(), passed=passed)
         if board.changes != changes:
             asyncio.get_running_loop().call_soon(self._on_change)  # this may run while a frame is handled
+
+
+def _log_ejection(key: WorkerKey, role: Role, reason: EjectReason) -> None:
+    log.warning("worker ejected", extra={"worker": key.worker_id, "role": role.value, "reason": reason.value})

@@ -10,7 +10,7 @@ from router.observe.metrics.health import CanaryPurpose, CanaryResult, HealthMet
 from router.probes.canary import Canary
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 log = logging.getLogger(__name__)
 

@@ -128,6 +128,11 @@ class Answers:
         return sum(each.request.prompt_tokens for each in self.submitted[:: self._choices])
 
     @property
+    def has_prediction(self) -> bool:
+        """The client sent one."""
+        return self.submitted[0].request.prediction is not None
+
+    @property
     def ended(self) -> bool:
         """All output of all answers was taken."""
         return not self._waiting
@@ -195,8 +200,13 @@ class Answers:
     def usage(self) -> Usage:
         """Usage of all answers; a prompt counts once for all its choices."""
         prompts = [final.usage for final in self._finals[:: self._choices] if final is not None]
+        answers = [final.usage for final in self._finals if final is not None]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
-            completion_tokens=sum(final.usage.completion_tokens for final in self._finals if final is not None),
+            completion_tokens=sum(usage.completion_tokens for usage in answers),
             cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            accepted_tokens=sum(usage.accepted_tokens for usage in answers),
+            unused_tokens=sum(usage.unused_tokens for usage in answers),
+            accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in answers),
+            rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in answers),
         )

@@ -23,7 +23,7 @@ from router.requests.placer import FleetView, Placer, PrefixIndex
 from router.requests.recording import Recorder
 from router.requests.state_machine import RequestRun
 from tandem.clock import Clock
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import TandemError, UnavailableError, WorkerLost
 
 MOVE_RETRY_S = 0.2  # while a worker is to be emptied: until its requests that could not move try again

@@ -21,7 +21,7 @@ from router.requests.state_machine import RequestRun
 from router.requests.validation import ServingModel, ValidRequest
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import TandemError, UnavailableError
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,23 @@ from tandem.request import FinishReason
 
 
 class Token(Protocol):
-    """One sampled token. The core reads its id; of an attempt's first token also what the worker had cached."""
+    """One sampled token. The core reads its id; of an attempt's first token also what the worker had cached; and of a
+    step's first token how many tokens were proposed for it, how many of them were right, and where they came from."""
 
     @property
     def token_id(self) -> int: ...
 
     @property
     def cached_tokens(self) -> int: ...
+
+    @property
+    def proposed_tokens(self) -> int: ...
+
+    @property
+    def accepted_tokens(self) -> int: ...
+
+    @property
+    def from_prediction(self) -> bool: ...
 
 
 class PromptToken(Protocol):

@@ -34,11 +34,17 @@ class TextPiece(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[OutToken, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):  # in recordings without what is 0
+    """Of the tokens that workers proposed, `accepted_tokens` are the answer's and `unused_tokens` are not; the last two
+    count those of them that came from the client's prediction."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_tokens: int = 0
+    unused_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests.state_machine import RequestRun
 from router.workers.load_account import Charge
 from tandem.clock import Clock
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ContextExceeded, KvExhausted, TandemError
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for

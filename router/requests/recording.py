@@ -30,7 +30,8 @@ from tandem.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3  # counts proposed tokens
+READABLE = (2, 3)
 KIND = "tandem-recording"
 MAX_JOINED_TOKENS = 256
 
@@ -73,13 +74,15 @@ class EventSeen(msgspec.Struct, frozen=True, tag="event"):
     stopped: bool = False
 
 
-class TokensPassed(msgspec.Struct, frozen=True, tag="tokens"):
-    """Tokens of a decoding request: (time, id) each. `crc`: of the actions they led to."""
+class TokensPassed(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
+    """Tokens of a decoding request: (time, id) each. `crc`: of the actions they led to. `proposals`: by number of the
+    token that has them: (proposed, accepted, whether from the prediction)."""
 
     id: str
     worker: WorkerKey
     tokens: list[tuple[float, int]]
     crc: int
+    proposals: dict[int, tuple[int, int, bool]] = msgspec.field(default_factory=dict)
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, tag="placement"):
@@ -186,9 +189,12 @@ class Recorder:
             self._flush(request_id)
             joined = None
         tokens = [] if joined is None else joined.tokens
-        tokens.append((now_s, shown_token(event.token.token_id, stops, self._text)))
+        proposals = {} if joined is None else joined.proposals
+        if (token := event.token).proposed_tokens:
+            proposals[len(tokens)] = (token.proposed_tokens, token.accepted_tokens, token.from_prediction)
+        tokens.append((now_s, shown_token(token.token_id, stops, self._text)))
         crc = crc_of(led_to, stops, 0 if joined is None else joined.crc)
-        self._passed[request_id] = TokensPassed(request_id, event.worker, tokens, crc)
+        self._passed[request_id] = TokensPassed(request_id, event.worker, tokens, crc, proposals)
 
     def _flush(self, request_id: str) -> None:
         if (joined := self._passed.pop(request_id, None)) is not None:
@@ -237,7 +243,7 @@ def render(value: ev.Event | act.Action, stops: frozenset[int], text: bool) -> d
         if name in ("ticket", "report"):
             continue
         if name == "token":
-            field = {"token_id": shown_token(field.token_id, stops, text), "cached_tokens": field.cached_tokens}
+            field = _token_fields(field, shown_token(field.token_id, stops, text))
         elif name == "first_token":
             field = shown_token(field, stops, text)
         elif name == "tokens":
@@ -250,6 +256,14 @@ def render(value: ev.Event | act.Action, stops: frozenset[int], text: bool) -> d
             field = plain(field)
         shown[name] = msgspec.to_builtins(field, enc_hook=plain)
     return shown
+
+
+def _token_fields(token: ev.Token, shown_id: int) -> dict[str, int | bool]:
+    fields: dict[str, int | bool] = {"token_id": shown_id, "cached_tokens": token.cached_tokens}
+    if token.proposed_tokens:
+        fields |= {"proposed_tokens": token.proposed_tokens, "accepted_tokens": token.accepted_tokens}
+        fields["from_prediction"] = token.from_prediction
+    return fields
 
 
 def plain(value: object) -> object:

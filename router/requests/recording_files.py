@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import ConfigError
 from tandem.version import tandem_version
 

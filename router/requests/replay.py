@@ -23,7 +23,7 @@ from router.requests import events as ev
 from router.requests.output import TextPiece
 from router.requests.recording import (
     KIND,
-    VERSION,
+    READABLE,
     EventSeen,
     Line,
     PlacementRecord,
@@ -38,7 +38,7 @@ from router.requests.recording import (
     sampling_from,
 )
 from router.requests.state_machine import RequestRun
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import FinishReason, SamplingParams
@@ -96,6 +96,9 @@ class Step:
 class _Token:
     token_id: int
     cached_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    from_prediction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +174,10 @@ class Replay:
             raise InputError(
                 "recording: expected a file that router.record wrote, got another, or one without its header"
             )
-        if header.version != VERSION:
+        if header.version not in READABLE:
             raise InputError(
-                f"recording: expected version {VERSION}, got {header.version} (tandem {header.tandem}); replay it with "
-                "the release that wrote it"
+                f"recording: expected version {' or '.join(map(str, READABLE))}, got {header.version} "
+                f"(tandem {header.tandem}); replay it with the release that wrote it"
             )
         self._text = header.text
         try:
@@ -237,8 +240,8 @@ class Replay:
             self.report.skip("of a request that began before the recording")
             return
         crc, replayed = 0, []
-        for at_s, token_id in line.tokens:
-            event = ev.TokenSampled(line.worker, _Token(token_id))
+        for index, (at_s, token_id) in enumerate(line.tokens):
+            event = ev.TokenSampled(line.worker, _Token(token_id, 0, *line.proposals.get(index, ())))
             actions = self._do(found, event, at_s)
             replayed += [type(each).__name__ for each in actions]
             crc = crc_of(actions, found.stops, crc)

@@ -93,6 +93,7 @@ class RunOnLinks:
             case act.Prefill():
                 work, self._work = self._work, None
                 message.prefill.work.CopyFrom(work or self._new_work(frame.wire_id, self.run.answer_tokens))
+                message.prefill.work.ClearField("prediction")
                 message.prefill.ticket.CopyFrom(_ticket(frame.ticket))
             case act.Join():
                 message.join.request_id, message.join.first_token = frame.wire_id, frame.first_token

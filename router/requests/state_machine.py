@@ -177,6 +177,8 @@ class RequestRun:
             timeline.last_token_s = now_s
         if not decodes:
             self._before_decoding(worker, token)
+        if token.proposed_tokens:
+            timeline.proposals.add(token, len(answer))
         answer.append(token.token_id)
         piece = self._assembler.push(token)
         if decodes and not self._actions and not self._assembler.stopped:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.prefix_index.mirror import WorkerKey
-from router.requests.events import HandoffReported
+from router.requests.events import HandoffReported, Token
 from router.requests.output import Final, Timeline, Usage
 from tandem.request import FinishReason
+
+
+@dataclass(slots=True)
+class ProposalCounts:
+    """Tokens that workers proposed, over all attempts."""
+
+    proposed: int = 0
+    accepted: int = 0
+    proposed_prediction: int = 0  # of these, from the client's prediction
+    accepted_prediction: int = 0
+    _end: int = 0  # of the answer with the last step's accepted tokens
+    _from_prediction: bool = False  # were those
+
+    def add(self, token: Token, answer_tokens: int) -> None:
+        """`token`: the first of a step with proposals, after so many tokens of the answer."""
+        self.proposed += token.proposed_tokens
+        self.accepted += token.accepted_tokens
+        self._end, self._from_prediction = answer_tokens + token.accepted_tokens, token.from_prediction
+        if token.from_prediction:
+            self.proposed_prediction += token.proposed_tokens
+            self.accepted_prediction += token.accepted_tokens
+
+    def of_answer(self, answer_tokens: int) -> tuple[int, int, int, int]:
+        """Accepted and unused ones, of all and of the prediction. A stop string may have ended the answer before the
+        last step's accepted tokens."""
+        beyond = max(0, self._end - answer_tokens)
+        accepted = self.accepted - beyond
+        predicted = self.accepted_prediction - (beyond if self._from_prediction else 0)
+        return accepted, self.proposed - accepted, predicted, self.proposed_prediction - predicted
 
 
 @dataclass(slots=True)
@@ -24,6 +53,7 @@ class RunTimeline:
     cached_decode: int = 0
     moved_bytes: int = 0
     moved_blocks: int = 0
+    proposals: ProposalCounts = field(default_factory=ProposalCounts)
 
     @classmethod
     def open(cls, now_s: float) -> RunTimeline:
@@ -49,7 +79,7 @@ class RunTimeline:
 
     def usage(self, prompt_tokens: int, completion_tokens: int) -> Usage:
         cached = self.cached_decode if self.prefilled_by is None else self.cached_prefill
-        return Usage(prompt_tokens, completion_tokens, cached)
+        return Usage(prompt_tokens, completion_tokens, cached, *self.proposals.of_answer(completion_tokens))
 
     def final(self, reason: FinishReason, usage: Usage, decode: WorkerKey | None, now_s: float) -> Final:
         local = self.prefilled_by is None

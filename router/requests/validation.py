@@ -23,7 +23,7 @@ from router.texts.grammar_check import GrammarChecker
 from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
-from tandem.config.spec import SamplingDefaults, SpecialTokens
+from tandem.config.model import SamplingDefaults, SpecialTokens
 from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
@@ -43,6 +43,7 @@ INLINE_PROMPT_TOKENS = 512
 INLINE_STOP_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: tokens x (1 + alternatives per token)
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by generation_config.json
+PREDICTION = "prediction"  # the field's name in all APIs that have it
 CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
@@ -82,6 +83,7 @@ class RawRequest:
     session: str = ""  # the client's name for requests that share a prefix
     cache_salt: str = ""  # only requests with the same salt share cached blocks
     echo: bool = False  # the prompt's text goes before the answer
+    prediction: str | tuple[int, ...] | None = None  # of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class ValidRequest:
     session: bytes | None = None  # digest
     echo: str | None = None  # text that goes before the answer
     reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
+    prediction: tuple[int, ...] | None = None  # of the answer; in no block hash
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,6 +117,7 @@ class ValidRequest:
             cache_salt=self.cache_salt,
             answer_tokens=given,
             trace_id=trace_id,
+            prediction=self.prediction or (),
         )
 
 
@@ -165,10 +169,11 @@ class ServingModel:
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
         stop_chars = sum(map(len, raw.sampling.stop))
-        if _is_short(raw.prompt) and stop_chars <= INLINE_STOP_CHARS:
+        texts = [raw.prompt, *([] if raw.prediction is None else [raw.prediction])]
+        if all(map(_is_short, texts)) and stop_chars <= INLINE_STOP_CHARS:
             request, constraint = work()
         else:
-            request, constraint = await threads.run(tenant, prompt_chars(raw.prompt) + stop_chars, work)
+            request, constraint = await threads.run(tenant, sum(map(prompt_chars, texts)) + stop_chars, work)
         if constraint is not None:
             await self._grammars.check(constraint, threads, tenant)
         return request
@@ -200,16 +205,18 @@ class ServingModel:
             "max_model_len": self.max_model_tokens,
         }
 
-    def tokens(self, prompt: Prompt, limit: int, *, special_tokens: bool = True) -> tuple[int, ...]:
+    def tokens(
+        self, prompt: Prompt, limit: int, *, special_tokens: bool = True, field: str = "prompt"
+    ) -> tuple[int, ...]:
         """Returns the token ids of a prompt, at most `limit`. `special_tokens`: adds those that the checkpoint puts
         around a text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
-            self._check_chars("prompt", prompt, limit)
+            self._check_chars(field, prompt, limit)
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
         if isinstance(prompt, Chat):
             return self._chat_tokens(self._rendered(prompt, None).text, limit)
-        self.check_tokens("prompt", len(prompt), limit)
-        self._check_ids("prompt", prompt)
+        self.check_tokens(field, len(prompt), limit)
+        self._check_ids(field, prompt)
         return prompt
 
     def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
@@ -281,8 +288,14 @@ class ServingModel:
             session=_session(raw.session, cache_salt) if raw.session else None,
             echo=self._text(raw.prompt, prompt) if raw.echo else None,
             reading=reading,
+            prediction=None if raw.prediction is None else self._prediction(raw.prediction, limit),
         )
         return request, constraint
+
+    def _prediction(self, given: str | tuple[int, ...], limit: int) -> tuple[int, ...]:
+        tokens = self.tokens(given, limit, special_tokens=False, field=PREDICTION)
+        self.check_tokens(PREDICTION, len(tokens), limit)
+        return tokens
 
     def _text(self, raw: Prompt, prompt: tuple[int, ...]) -> str:
         """The prompt as the client sent it, if that was a text."""
@@ -359,11 +372,10 @@ def _session(name: str, cache_salt: bytes) -> bytes:
 
 
 def _too_long(field: str, tokens: int | str, limit: int) -> ContextExceeded:
-    return ContextExceeded(
-        f"{field}: {_context(limit)}; the prompt has {tokens} and leaves no room for an answer; "
-        f"shorten it to at most {limit - 1}",
-        field=field,
-    )
+    found = f"the prompt has {tokens} and leaves no room for an answer; shorten it to at most {limit - 1}"
+    if field == PREDICTION:
+        found = f"the prediction has {tokens}; shorten it to at most {limit}, or leave it out"
+    return ContextExceeded(f"{field}: {_context(limit)}; {found}", field=field)
 
 
 def _context(tokens: int) -> str:

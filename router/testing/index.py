@@ -33,6 +33,7 @@ from tandem.kvcache.prefix_events import (
 from tandem.testing.models import FakeClock
 from worker.event_publisher import EventPublisher
 
+START_S = 60.0
 CHECK_S = 0.1  # of the followers; to show that nothing happens, wait for several of them
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
@@ -57,14 +58,14 @@ class RedisServer:
         options = ["--port", "0", "--unixsocket", str(self._folder / "redis.sock"), "--dir", str(self._folder)]
         command = [self._binary, *options, "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
                 Redis.from_url(self.url).ping()
                 return
             except RedisError:
                 time.sleep(0.02)
-        raise TimeoutError("the Redis server did not start within 5 s")
+        raise TimeoutError(f"the Redis server did not start within {START_S:g} s")
 
     def freeze(self) -> None:
         """Until `thaw`, the server accepts connections and answers nothing."""

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 HOST = "127.0.0.1"
-START_S = 10.0
+START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import psutil
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 
 MODEL = "tiny"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class RouterSite:

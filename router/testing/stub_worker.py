@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 
 from kvtransfer.causes import HandoffCause
 from router.testing.canary import canary_answer, is_canary, wire_id
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ErrorCode
 from tandem.kvcache.layout import blocks_for
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -44,7 +45,7 @@ class StubBehaviour:
     token_delay_s: float = 0.0
     refuse_reservations: int = 0  # this many are refused with kv_exhausted
     fail_handoffs: int = 0  # this many joins end with handoff_failed, cause digest_mismatch
-    sent_report_after_s: float = 0.0  # delay of the prefill worker's report of its side
+    hold_sent_reports: bool = False  # the prefill worker's reports of its side wait in `sent_reports`
     fail_decodes: int = 0  # this many answers end with worker_lost after one token of this worker
     talk_after_failure: bool = False  # keep sending tokens of a failed request
     hold_prefills: bool = False  # never answer Prefill and Generate
@@ -53,6 +54,8 @@ class StubBehaviour:
     reports_steps: bool = True  # send the load several times per second while there are requests, as real workers do
     is_stuck: bool = False  # accept connections and frames, and send nothing
     fail_canaries: bool = False
+    # By number of an answer's token, from 0: proposed, accepted, whether from the prediction. Of all requests.
+    proposals: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
     takes_more: bool = True  # accept several frames per message; older workers do not
 
 
@@ -90,6 +93,7 @@ class StubWorker(WorkerServicer):
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
         self.canaries: list[str] = []  # kinds of the canaries' frames; the other lists have none of them
+        self.sent_reports: list[Callable[[], None]] = []  # held; a call sends one
         self.messages = 0  # from routers; each holds one or more frames
         self.steps = 0
         self.meters = worker_pb2.WorkerMeters()  # sent with the hello
@@ -244,11 +248,9 @@ class StubWorker(WorkerServicer):
                 anchor_at_s=time.monotonic(),
                 sent=SENT,
             )
-            if self.behaviour.sent_report_after_s:
-                asyncio.get_running_loop().call_later(
-                    self.behaviour.sent_report_after_s,
-                    lambda: session.out.put_nowait(worker_pb2.WorkerFrame(handoffs=[sent])),
-                )
+            if self.behaviour.hold_sent_reports:
+                report = worker_pb2.WorkerFrame(handoffs=[sent])
+                self.sent_reports.append(partial(session.out.put_nowait, report))
             else:
                 frame.handoffs.append(sent)
         self.known.discard(wire_id)
@@ -285,7 +287,10 @@ class StubWorker(WorkerServicer):
                 computing_at_s = await self._compute()
             else:
                 await asyncio.sleep(self.behaviour.token_delay_s)
-            frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], computing_at_s)])
+            token = self._token(work, tokens[count - 1], computing_at_s)
+            proposals = self.behaviour.proposals.get(work.answer_tokens + count - 1, (0, 0, False))
+            token.proposed_tokens, token.accepted_tokens, token.from_prediction = proposals
+            frame = worker_pb2.WorkerFrame(tokens=[token])
             if count == 1:
                 self._score_prompt(frame, work)
             if self.behaviour.fail_decodes > 0:

@@ -25,7 +25,10 @@ OnDirectory = Callable[[cluster_pb2.Directory], None]
 
 
 class DirectoryFollower:
-    """Calls `on_directory` with each version of the directory. Reconnects with backoff."""
+    """Calls `on_directory` with each version of the directory. Reconnects with backoff.
+
+    `connected`: the controller has sent a directory since the last connection was made.
+    """
 
     def __init__(self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None) -> None:
         self._address = address
@@ -33,6 +36,7 @@ class DirectoryFollower:
         self._on_directory = on_directory
         self._tls = tls
         self._task: asyncio.Task[None] | None = None
+        self.connected = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="directory")
@@ -63,6 +67,7 @@ class DirectoryFollower:
                         common_version(CONTROL_VERSIONS, stated_versions(message, CONTROL_BEFORE_RANGES), names)
                         known = apply_directory(known, message)
                         self._on_directory(known)
+                        self.connected = True
                 log.info("the controller closed the directory stream; reconnecting")
             except DirectoryGap as gap:
                 log.info("%s; asking for all of it", gap.message)
@@ -73,5 +78,6 @@ class DirectoryFollower:
                 log.warning("lost the controller; keeping the last directory", extra={"error": error.details()})
             except Exception:  # a bug in applying one directory must not end the task
                 log.exception("failed to apply a directory; reconnecting")
+            self.connected = False
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

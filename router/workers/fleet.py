@@ -16,7 +16,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.workers.health import HealthBoard
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account, Charge
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2
 

@@ -14,13 +14,13 @@ requests again (Envoy's panic threshold).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
 from router.prefix_index.mirror import WorkerKey
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import InternalError
 
 ADMITTING_SHARE = 0.5  # of each pool: so many workers admit requests, unless more of them have stalled
@@ -192,13 +192,18 @@ class WorkerHealth:
         self.is_stalled = self.is_stalled and state is not HealthState.HEALTHY
 
 
+def _nothing(key: WorkerKey, role: Role, reason: EjectReason) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class HealthBoard:
-    """The health of all workers of a router. Facts about unknown workers are ignored."""
+    """The health of all workers of a router. Facts about unknown workers are ignored. `on_eject`: a hook."""
 
     rules: HealthRules = HealthRules()
     ejected: Counter[tuple[Role, EjectReason]] = field(default_factory=Counter)  # ejections since the start
     changes: int = 0  # incremented when the set of workers that may take requests changes
+    on_eject: Callable[[WorkerKey, Role, EjectReason], None] = _nothing
     _workers: dict[WorkerKey, WorkerHealth] = field(default_factory=dict)
 
     # ---- members
@@ -360,6 +365,7 @@ class HealthBoard:
         worker.eject(now_s, self.rules, reason, is_alone=not self._peers(key, worker.pool))
         self.ejected[worker.pool.role, reason] += 1
         self.changes += 1
+        self.on_eject(key, worker.pool.role, reason)
 
     def _admit_more(self, worker: WorkerHealth, now_s: float) -> None:
         worker.admit_more(now_s, self.rules)

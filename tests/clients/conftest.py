@@ -118,12 +118,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     spec: dict[str, Any] = {
         "router": {"http_port": http_port, "grpc_port": grpc_port, "disaggregation": "always"},
         "control": {"admin_port": admin_port, "backend": "subprocess"},
+        "models": [{"source": MODEL, "engine": {"speculation": "lookup", "speculation_adaptive": False}}],
     }
     config, log = folder / "cluster.yaml", folder / "up.log"
     config.write_text(json.dumps(spec))
     command = os.environ["TANDEM"].split()
     env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
-    started = [*command, "up", "--config", str(config), "--prefill", "1", "--decode", "1", "--model", MODEL]
+    started = [*command, "up", "--config", str(config), "--prefill", "1", "--decode", "1"]
     with log.open("wb") as output:
         process = subprocess.Popen(started, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{http_port}"

@@ -14,6 +14,10 @@ const user = (content) => [{ role: "user", content }];
 const answer = await client.chat.completions.create({ model, messages: user(france), temperature: 0 });
 assert.equal(answer.choices[0].message.content, paris);
 
+const predicted = await client.chat.completions.create({ model, messages: user(france), temperature: 0, prediction: { type: "content", content: paris } });
+assert.equal(predicted.choices[0].message.content, paris);
+assert.ok(predicted.usage.completion_tokens_details.accepted_prediction_tokens > 0);
+
 let streamed = "";
 for await (const chunk of await client.chat.completions.create({ model, messages: user(france), temperature: 0, stream: true })) {
   streamed += chunk.choices[0].delta.content ?? "";

@@ -28,6 +28,21 @@ async def asynchronous_stream(client: openai.AsyncOpenAI) -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == PARIS
 
 
+def predicted(client: openai.OpenAI) -> None:
+    """The prediction is right but for its end, or wrong; the answer is the same."""
+    for content, accepted in ((PARIS + " It is on the Seine.", range(1, 9)), ("Oslo is in Norway.", range(1))):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=user(FRANCE),
+            temperature=0,
+            prediction={"type": "content", "content": content},
+        )
+        assert answer.choices[0].message.content == PARIS, answer
+        assert answer.usage is not None, answer
+        assert answer.usage.completion_tokens_details is not None, answer
+        assert (answer.usage.completion_tokens_details.accepted_prediction_tokens or 0) in accepted, answer
+
+
 def structured(client: openai.OpenAI) -> None:
     parse = getattr(client.chat.completions, "parse", None) or client.beta.chat.completions.parse
     answer = parse(model=MODEL, messages=user("Describe Oslo as JSON."), temperature=0, response_format=City)
@@ -89,7 +104,7 @@ def responses(client: openai.OpenAI) -> None:
 def main() -> None:
     url = os.environ["TANDEM_HTTP"] + "/v1"
     client = openai.OpenAI(base_url=url, api_key="none")
-    for ask in (chat, stream, structured, streamed_tools, agent, responses):
+    for ask in (chat, stream, predicted, structured, streamed_tools, agent, responses):
         ask(client)
     asyncio.run(asynchronous_stream(openai.AsyncOpenAI(base_url=url, api_key="none")))
     print(f"openai {openai.__version__}: ok")

@@ -33,7 +33,7 @@ def test_a_detached_cluster_serves_until_it_is_told_to_end(tmp_path: Path) -> No
     url = re.search(r"http://[\d.:]+/v1", up.stdout)
     assert url is not None
     try:
-        card = httpx.get(f"{url[0]}/models", verify=False).json()["data"][0]
+        card = httpx.get(f"{url[0]}/models", verify=False, timeout=60).json()["data"][0]
         assert (card["id"], card["max_model_len"]) == ("mine", 512)
         again = ("up", "--detach", "--backend", "subprocess", "--model", str(model), "--name", "b")
         second = tandem(tmp_path, *again, *PORTS)

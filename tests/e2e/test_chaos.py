@@ -19,12 +19,17 @@ VOCAB = 300
 FOR_S, EVERY_S = (3600.0, 30.0) if os.environ.get("TANDEM_SOAK") else (60.0, 4.0)
 
 
+PLAIN: dict[str, object] = {}
+DRAFTED = {"speculation": "draft", "speculation_weights": "int8", "speculation_adaptive": False}
+
+
 @pytest.mark.acceptance(17, here="a minute, a fault each 4 s, without Ray", soak="an hour")
+@pytest.mark.parametrize("speculates", [PLAIN, DRAFTED], ids=["plain", "with a draft model"])
 async def test_through_random_faults_every_request_ends_once_and_rightly(
-    cluster_with: Callable[..., Cluster], tmp_path: Path
+    cluster_with: Callable[..., Cluster], tmp_path: Path, speculates: dict[str, object]
 ) -> None:
     model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
-    pools = {"prefill": {"workers": 2}, "decode": {"workers": 2}, "engine": {"kv_blocks": 400}}
+    pools = {"prefill": {"workers": 2}, "decode": {"workers": 2}, "engine": {"kv_blocks": 400, **speculates}}
     spec = {
         "models": [{"source": str(model), **pools}],
         "router": {"replicas": 2, "disaggregation": "always"},

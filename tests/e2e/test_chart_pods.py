@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tandem.checkpoint.model_store import pull
-from tandem.config.spec import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL
 from tests.e2e.chart_pods import (
     HEAD_IP,
     NODE_IPS,

@@ -41,7 +41,7 @@ async def ask(
 
 
 def retries(cluster: Cluster) -> float:
-    lines = httpx.get(f"{cluster.base_url}/metrics").text.splitlines()
+    lines = httpx.get(f"{cluster.base_url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
 
 

@@ -52,18 +52,39 @@ class JoinedRouter:
                     pass
                 await asyncio.sleep(0.1)
 
-    async def tokens(self, seed: int, tokens: int = 8) -> Any:
+    async def tokens(self, seed: int, tokens: int = 8, begun: asyncio.Semaphore | None = None) -> str:
+        """`begun` is released at the first token."""
         body = {
             "model": "tiny",
             "prompt": random_prompt(40, VOCAB, seed),
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
+            "stream": True,
         }
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http}", timeout=60) as client:
-            answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
+        parts: list[str] = []
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http}", timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return "".join(parts)
+                if line:
+                    parts += [choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
+                    if begun is not None:
+                        begun.release()
+                        begun = None
+        raise AssertionError(f"the answer ended after {''.join(parts)!r}")
+
+    async def begin(self, tokens: int) -> list[asyncio.Task[str]]:
+        """Four answers that run."""
+        begun = asyncio.Semaphore(0)
+        answers = [asyncio.create_task(self.tokens(seed, tokens, begun)) for seed in range(4)]
+        for _ in answers:
+            await begun.acquire()
+        return answers
 
 
 @pytest.fixture
@@ -93,7 +114,7 @@ async def test_joined_routers_serve_outlive_the_controller_and_leave(
     spec = {
         "models": [{"source": str(model), **POOLS}],
         "control": {"backend": "subprocess"},
-        "router": {"replicas": 0, "drain_timeout_s": 10.0},
+        "router": {"replicas": 0, "drain_timeout_s": 60.0},
     }
     options: tuple[str, ...] = ()
     if secure:
@@ -119,8 +140,7 @@ async def test_joined_routers_serve_outlive_the_controller_and_leave(
     assert "edge-0 ready, joined" in (await asyncio.to_thread(cluster.tandem, "status")).stdout
 
     before = running(cluster)
-    answers = [asyncio.create_task(first.tokens(seed, 400)) for seed in range(4)]
-    await asyncio.sleep(0.3)
+    answers = await first.begin(400)
     await kill_the_controller(cluster)
     long = await asyncio.gather(*answers)
     assert [await second.tokens(seed) for seed in range(4)] == expected
@@ -130,8 +150,7 @@ async def test_joined_routers_serve_outlive_the_controller_and_leave(
     assert running(cluster)["workers"] == before["workers"]
     assert "starting again" not in first.log.read_text() + second.log.read_text(), "it has the same secrets"
 
-    answers = [asyncio.create_task(first.tokens(seed, 400)) for seed in range(4)]
-    await asyncio.sleep(0.3)
+    answers = await first.begin(400)
     first.process.send_signal(signal.SIGTERM)
     assert await asyncio.gather(*answers) == long, "it drains"
     assert await asyncio.to_thread(first.process.wait, 30) == 0

@@ -82,6 +82,23 @@ def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI, golden: 
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_prediction_has_no_effect_on_workers_that_do_not_speculate(
+    client: openai.OpenAI, golden: list[Golden]
+) -> None:
+    """tests/clients asks workers that do."""
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=user(golden[0].prompt),
+        temperature=0,
+        prediction={"type": "content", "content": "The capital of France is Lyon."},
+    )
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0
+
+
 def test_max_tokens_ends_the_answer_with_length(client: openai.OpenAI, golden: list[Golden]) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
@@ -199,7 +216,7 @@ def test_the_responses_api_answers_and_streams(client: openai.OpenAI, golden: li
 
 
 def test_tokens_of_a_text_and_back(cluster: Cluster, golden: list[Golden]) -> None:
-    with httpx.Client(base_url=cluster.base_url) as http:
+    with httpx.Client(base_url=cluster.base_url, timeout=60) as http:
         tokens = http.post("/tokenize", json={"model": MODEL, "prompt": golden[0].text}).json()["tokens"]
         assert tokens == golden[0].prompt_ids
         text = http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"]
@@ -278,7 +295,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff\xfe", b""])
 def test_a_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes) -> None:
-    answer = httpx.post(f"{cluster.base_url}/v1/chat/completions", content=body)
+    answer = httpx.post(f"{cluster.base_url}/v1/chat/completions", content=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 

@@ -67,7 +67,7 @@ class Prometheus:
         samples = [(each["metric"], float(each["value"][1])) for each in found]
         return [(labels, value) for labels, value in samples if not math.isnan(value)]
 
-    def wait(self, expr: str, timeout_s: float = 30.0) -> None:
+    def wait(self, expr: str, timeout_s: float = 90.0) -> None:
         """Until it finds something."""
         deadline = time.monotonic() + timeout_s
         while not self.query(expr):
@@ -95,7 +95,7 @@ def start_prometheus(tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
         with (tmp_path / "prometheus.log").open("wb") as log:
             listen = [f"--web.listen-address={address}", "--log.level=warn"]
             processes.append(subprocess.Popen([*command, *listen], stdout=log, stderr=log))
-        for _ in range(150):
+        for _ in range(600):
             try:
                 if httpx.get(f"http://{address}/-/ready", timeout=1.0).status_code == 200:
                     return Prometheus(f"http://{address}")
@@ -107,7 +107,7 @@ def start_prometheus(tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
     yield start
     for process in processes:
         process.terminate()
-        process.wait(10.0)
+        process.wait(60.0)
 
 
 def send_load(cluster: Cluster, seconds: float) -> None:

@@ -172,7 +172,7 @@ def cluster_started_by(block: Block, environment: dict[str, str], log: Path) -> 
 
 def answer_and_status(environment: dict[str, str]) -> dict[str, object]:
     """The running cluster answers one request; its blocks are all accounted for. Returns `tandem status --json`."""
-    with urllib.request.urlopen(f"{HTTP_URL}/v1/models", timeout=10) as response:
+    with urllib.request.urlopen(f"{HTTP_URL}/v1/models", timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0})
     request = urllib.request.Request(f"{HTTP_URL}/v1/completions", body.encode(), {"Content-Type": "application/json"})
@@ -307,6 +307,7 @@ def test_doctor(environment: dict[str, str]) -> None:
     assert run(["bash", "-euo", "pipefail", "-c", block.runnable], environment).strip()
 
 
+@pytest.mark.slow
 def test_plan(environment: dict[str, str], tmp_path: Path) -> None:
     (block,) = marked("plan")
     output = run(["bash", "-euo", "pipefail", "-c", f"cd {shlex.quote(str(tmp_path))}\n{block.runnable}"], environment)

@@ -47,7 +47,7 @@ async def kill_the_controller(cluster: Cluster) -> None:
     """Returns when another one answers."""
     before = process_of(cluster, "cluster.control")
     before.kill()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while True:
             await asyncio.sleep(0.1)
             if (await asyncio.to_thread(cluster.tandem, "status", "--json")).returncode == 0:
@@ -106,19 +106,21 @@ async def test_a_drain_under_way_is_continued_and_a_changed_spec_remembered(
         body = {"model": "tiny", "max_tokens": 1900, "ignore_eos": True}
         bodies = [body | {"prompt": random_prompt(20, VOCAB, number)} for number in range(8)]
         answers = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in bodies]
-        await asyncio.sleep(0.3)
         async with Admin(f"127.0.0.1:{cluster.admin_port}").channel() as channel:
             stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+            async with asyncio.timeout(60):
+                while not await _computes(stub, "decode-1"):
+                    await asyncio.sleep(0.02)
             drain = cluster_pb2.DrainWorkerRequest(worker_id="decode-1", wait_for_ends=True)
             draining = asyncio.create_task(_asked(stub, drain))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while "draining" not in await _states(stub):
                     await asyncio.sleep(0.02)
             await kill_the_controller(cluster)
             with pytest.raises(grpc.aio.AioRpcError):
                 await draining
         assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while {each["id"] for each in cluster.status()["workers"]} != {"decode-0"}:
                 await asyncio.sleep(0.1)
     cluster.assert_conserved()
@@ -171,6 +173,11 @@ async def _asked(stub: cluster_pb2_grpc.ClusterAsyncStub, drain: cluster_pb2.Dra
     await stub.DrainWorker(drain)
 
 
+async def _computes(stub: cluster_pb2_grpc.ClusterAsyncStub, worker_id: str) -> bool:
+    workers = (await stub.GetStatus(cluster_pb2.GetStatusRequest())).workers
+    return any(each.info.worker_id == worker_id and each.live.load.running_requests for each in workers)
+
+
 async def _states(stub: cluster_pb2_grpc.ClusterAsyncStub) -> set[str]:
     return {each.state for each in (await stub.GetStatus(cluster_pb2.GetStatusRequest())).workers}
 
@@ -203,7 +210,7 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
         impatient = await asyncio.to_thread(start, other, "up", "--config", str(tmp_path / "third" / "cluster.yaml"))
         await asyncio.sleep(8.0)  # it waits for the lease
         impatient.send_signal(signal.SIGINT)
-        await asyncio.to_thread(impatient.wait, 30)
+        await asyncio.to_thread(impatient.wait, 120)
         await asyncio.to_thread(second.wait_ready)  # its folders were left alone
         assert running(second)["routers"] == before["routers"]
         second.assert_conserved()
@@ -221,7 +228,7 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
         ours = pids_of(running(third))
     finally:
         assert third.stop() == 0
-    deadline_s = time.monotonic() + 10.0
+    deadline_s = time.monotonic() + 60.0
     while alive := [each for each in ours if psutil.pid_exists(each)]:
         assert time.monotonic() < deadline_s, alive
         await asyncio.sleep(0.1)
@@ -248,10 +255,10 @@ async def test_a_lost_ray_is_named_and_everything_on_it_started_again(
     on_ray = list(map(psutil.Process, pids_of(before)))
     process_of(cluster, part).kill()
     name = Path(part).name
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while f"Ray's {name}" not in cluster.log.read_text():
             await asyncio.sleep(0.1)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, on_ray, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, on_ray, 60)
     assert not alive, "an orphan would go on serving"
     await asyncio.to_thread(cluster.wait_ready)
     after = running(cluster)
@@ -301,7 +308,7 @@ async def test_a_lost_ray_cluster_of_its_own_lets_running_streams_end(
             ends = [stream[-1] for stream in await asyncio.gather(*streams)]
         assert set(ends[:4]) == {"data: [DONE]"}, "they could end"
         assert all('"code":"unavailable"' in each for each in ends[4:]), ends
-        assert not (await asyncio.to_thread(psutil.wait_procs, routers, 30))[1], "it was drained"
+        assert not (await asyncio.to_thread(psutil.wait_procs, routers, 60))[1], "it was drained"
         if to_the_end:
             assert await asyncio.to_thread(cluster.process.wait, 400) == 4
             assert "the Ray cluster is lost" in await asyncio.to_thread(cluster.log.read_text)
@@ -344,8 +351,8 @@ async def test_a_controller_that_is_stuck_is_replaced(cluster_with: Callable[...
     before, stuck = running(cluster), process_of(cluster, "cluster.control")
     stuck.suspend()
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
-    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=30.0) as client:
-        async with asyncio.timeout(60):
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=60.0) as client:
+        async with asyncio.timeout(180):
             while not has_ended(stuck):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 await asyncio.sleep(0.5)

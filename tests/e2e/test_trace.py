@@ -99,6 +99,25 @@ def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Cluster,
     cluster.assert_conserved()
 
 
+@pytest.mark.slow
+def test_bench_compares_the_ways_to_batch_on_clusters_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    """Beside one that runs under the default name and at the default ports."""
+    measured = tmp_path / "batching.json"
+    load = ["synthetic", "--arrivals", "poisson:8", "--lengths", "64:6:0:0.8", "--requests", "6", "--ttft", "60"]
+    settings = ["--set", "control.backend=subprocess", "--set", "models.0.engine.kv_blocks=256"]
+    compare = ["--compare", "batching", "--output", str(measured), *settings]
+    done = cluster.tandem("bench", *load, *compare, timeout_s=600.0)
+    assert done.returncode == 0, done.stderr
+    (head,) = [line for line in done.stdout.splitlines() if "dynamic" in line]
+    assert head.index("continuous") < head.index("static") < head.index("dynamic")
+    results = json.loads(measured.read_text())["results"]
+    assert {kind: (found["finished"], found["complete"]) for kind, found in results.items()} == {
+        kind: (6, True) for kind in ("continuous", "static", "dynamic")
+    }
+    assert len({json.dumps(found["attainment"]) for found in results.values()}) == 1
+    cluster.assert_conserved()
+
+
 def test_an_unknown_request_is_one_line_that_says_what_to_do(cluster: Cluster) -> None:
     done = cluster.tandem("trace", "nobody")
     assert done.returncode == 2

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.testing.live import live_pair
-from tandem.config.spec import EngineOverrides, EngineSpec, TransportKind
+from tandem.config.engine import EngineOverrides, EngineSpec
+from tandem.config.transfer import TransportKind
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt

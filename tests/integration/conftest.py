@@ -16,9 +16,12 @@ from router.app import RouterApp
 from router.testing.stub_worker import until
 from tandem.checkpoint.model_config import fingerprint
 from tandem.config.auth import AuthSpec
+from tandem.config.engine import EngineSpec
 from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.model import ModelSpec, Role
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.config.router import Disaggregation, RouterSpec
+from tandem.config.transfer import TransferSpec
 from worker.testing.fork import ForkServer
 from worker.testing.session import assert_conserved, open_session
 

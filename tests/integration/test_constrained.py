@@ -13,7 +13,8 @@ import pytest
 from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
-from tandem.config.spec import EngineSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
 from tandem.grammar.constraint import json_schema
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.model_store import resolve
-from tandem.config.spec import DEMO_MODEL, EngineSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import DEMO_MODEL
 from tandem.request import SamplingParams
 from tests.integration.conftest import StartPair
 from worker.testing.session import ManualRouter

@@ -21,7 +21,8 @@ from router.testing.stub_worker import until
 from router.texts.detokenizer import Detokenizer, TokenDecoder
 from router.workers.fleet import Worker
 from router.workers.health import HealthState
-from tandem.config.spec import EngineSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference
@@ -35,7 +36,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 ROUNDS = 20 if SOAK else 1
-GAP_S = 3.0
+GAP_S = 3.0 if SOAK else 15.0  # here, other tests may have both cores
 # 5.01 s measured. The rest is the machine's noise; tests/unit/router/test_health.py tests the exact time.
 OUT_WITHIN_S = 5.0 + (0.1 if SOAK else 25.0)
 

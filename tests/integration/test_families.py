@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference

@@ -11,7 +11,7 @@ import pytest
 from cluster.testing.failing_rank import FAULT_FILE
 from cluster.testing.failing_rank import __name__ as FAILING_RANK
 from router.testing.stub_worker import until
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference

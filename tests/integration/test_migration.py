@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,21 @@ import pytest
 
 from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference
-from tests.integration.conftest import StartRouted
+from tests.integration.conftest import Routed, StartRouted
+from worker.testing.fork import Process
 
 VOCAB = 300
 MAX_TOKENS = 60
 # Small steps, so that prompts go in several chunks.
 ENGINE = EngineSpec(kv_blocks=300, max_step_tokens=100)
+DRAFTS = ENGINE.model_copy(
+    update={"speculation": "draft", "speculation_weights": "int8", "speculation_adaptive": False}
+)
 GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
 # What penalties count must not change where an answer breaks off.
@@ -48,8 +54,33 @@ class Asked:
 
     async def has(self, tokens: int) -> None:
         async with self._changed:
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(60.0):
                 await self._changed.wait_for(lambda: len(self.tokens) >= tokens)
+
+
+async def ask_until_busy(
+    service: RouterService, asks: list[tuple[list[int], dict[str, Any]]], live: Routed, worker_id: str, process: str
+) -> tuple[list[Asked], Process]:
+    """The process is stopped with requests of its own: on a machine that stands still for a second it could have
+    answered all of them. A rank holds some that it decodes and others on their way; an agent, handoffs."""
+    worker = live.workers.live[worker_id]
+    victim = (worker.ranks if process == "rank" else worker.agents)[0]
+    while True:
+        early = [Asked(service, *ask) for ask in asks[:4]]
+        await asyncio.gather(*(asked.has(5) for asked in early))
+        if process == "agent":
+            victim.send_signal(signal.SIGSTOP)
+        late = [Asked(service, *ask) for ask in asks[4:]]
+        await late[0].has(1)
+        if process == "agent":
+            await asyncio.gather(*(asked.task for asked in early))
+        victim.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.3)  # what it had sent has arrived
+        workers = live.app.dispatcher.fleet.ready("tiny", Role(worker_id.partition("-")[0]))
+        if any(each.key.worker_id == worker_id and each.account.requests for each in workers):
+            return [*early, *late], victim
+        victim.send_signal(signal.SIGCONT)
+        await asyncio.gather(*(asked.task for asked in [*early, *late]))
 
 
 @pytest.mark.parametrize(
@@ -61,24 +92,26 @@ class Asked:
         pytest.param("decode-0", "agent", marks=pytest.mark.soak_only),
     ],
 )
+@pytest.mark.parametrize("engine", [ENGINE, pytest.param(DRAFTS, marks=pytest.mark.slow)], ids=["", "with drafts"])
 async def test_every_answer_is_whole_whatever_is_killed(
-    routed: StartRouted, reference_for: Callable[[Path], Reference], tmp_path: Path, worker_id: str, process: str
+    routed: StartRouted,
+    reference_for: Callable[[Path], Reference],
+    tmp_path: Path,
+    worker_id: str,
+    process: str,
+    engine: EngineSpec,
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     kinds = (GREEDY, SEEDED, GREEDY, PENALISED)
     asks = [(random_prompt(120 + 40 * n, VOCAB, n), kinds[n % 4]) for n in range(8)]
     expected = [reference_for(model_dir).answer(prompt, SamplingParams(**sampling)) for prompt, sampling in asks]
-    async with routed(model_dir, prefill=1, decode=2, engine=ENGINE) as live:
+    async with routed(model_dir, prefill=1, decode=2, engine=engine) as live:
         service = live.app.service
-        early = [Asked(service, *ask) for ask in asks[:4]]
-        await asyncio.gather(*(asked.has(5) for asked in early))
-        late = [Asked(service, *ask) for ask in asks[4:]]
-        await late[0].has(1)  # it is being handed off, others are computed or decoded
-        worker = live.workers.live[worker_id]
-        (worker.ranks if process == "rank" else worker.agents)[0].kill()
+        asked, victim = await ask_until_busy(service, asks, live, worker_id, process)
+        victim.kill()
         async with asyncio.timeout(60):
-            await asyncio.gather(*(asked.task for asked in [*early, *late]))
-        assert [asked.tokens for asked in [*early, *late]] == expected
-        assert {asked.reason for asked in [*early, *late]} == {"length"}
+            await asyncio.gather(*(each.task for each in asked))
+        assert [each.tokens for each in asked] == expected
+        assert {each.reason for each in asked} == {"length"}
         metrics = live.app.metrics.render().decode()
         assert 'tandem_retries_total{code="' in metrics, "nothing was disturbed"

@@ -17,7 +17,8 @@ from cluster.testing.live import LiveWorkers
 from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until as within
-from tandem.config.spec import EngineSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
@@ -82,6 +83,7 @@ async def told(running: LiveWorkers, worker_id: str, *, role: Role | None = None
     await running.directory.put(info)
 
 
+@pytest.mark.slow
 async def test_requests_move_between_decode_workers_and_their_clients_do_not_notice(
     routed: Callable[..., Any], tiny: Path, reference_for: Callable[[Path], Reference]
 ) -> None:
@@ -95,7 +97,7 @@ async def test_requests_move_between_decode_workers_and_their_clients_do_not_not
             leaving, other = f"decode-{turn % 2}", f"decode-{1 - turn % 2}"
             await told(live.workers, leaving, move=True)
             await until(lambda leaving=leaving: not workers[leaving].account.requests)  # type: ignore[misc]
-            assert workers[other].account.requests
+            assert workers[other].account.requests or all(each.done() for each in reading)
             await told(live.workers, leaving)
         await asyncio.gather(*reading)
         for stream in asked:

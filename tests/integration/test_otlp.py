@@ -15,8 +15,8 @@ from router.app import RouterApp
 from router.observe.span_tree import CHAIN
 from router.testing.otlp import GotSpan, OtlpReceiver, otlp_receiver
 from router.testing.stub_worker import until
+from tandem.config.engine import EngineSpec
 from tandem.config.observability import ObservabilitySpec, TracingSpec
-from tandem.config.spec import EngineSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.integration.conftest import StartRouted
 

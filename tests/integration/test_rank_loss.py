@@ -16,7 +16,9 @@ from cluster.backends.subprocess_backend import LocalMember
 from cluster.control.worker_slot import EpochSettings, WorkerSlot
 from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve_models
-from tandem.config.spec import ClusterSpec, EngineSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -35,19 +37,17 @@ async def test_the_other_rank_ends_with_a_typed_error(pair: StartPair, tmp_path:
         running = None
         if busy:
             running = asyncio.create_task(ManualRouter().generate(live.decode, random_prompt(20, 300), LONG))
-            await asyncio.sleep(0.5)
+            await until(lambda: live.decode.load.running_requests > 0)
         worker.ranks[lost].kill()
-        await asyncio.to_thread(worker.ranks[1 - lost].wait, 20)
+        await asyncio.to_thread(worker.ranks[1 - lost].wait, 60)
         if running is not None:
             with pytest.raises(WorkerLost):
                 await running
         assert "RuntimeError" not in worker.log.read_text()
-        async with asyncio.timeout(10):
-            while not live.decode.lost:
-                await asyncio.sleep(0.05)
+        await until(lambda: live.decode.lost)
 
 
-@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_routers_are_told_whether_a_worker_of_two_ranks_died_or_stops(
     pair: StartPair, tmp_path: Path, dies: bool
 ) -> None:
@@ -56,11 +56,11 @@ async def test_routers_are_told_whether_a_worker_of_two_ranks_died_or_stops(
     async with pair(model_dir, decode_tp=2, engine=EngineSpec(kv_blocks=80)) as live:
         worker = live.workers.live["decode-0"]
         running = asyncio.create_task(ManualRouter().generate(live.decode, random_prompt(20, 300), LONG))
-        await asyncio.sleep(0.5)
+        await until(lambda: live.decode.load.running_requests > 0)
         if dies:
             worker.ranks[0].send_signal(signal.SIGSTOP)  # a leader that notices late
             worker.ranks[1].kill()
-            await asyncio.to_thread(worker.ranks[1].wait, 20)  # the controller notices no sooner
+            await asyncio.to_thread(worker.ranks[1].wait, 60)  # the controller notices no sooner
         for process in (worker.service, *worker.ranks):
             process.send_signal(signal.SIGTERM)
         with pytest.raises(WorkerLost):
@@ -72,7 +72,9 @@ async def test_routers_are_told_whether_a_worker_of_two_ranks_died_or_stops(
 STAGES = ("starts", "waits for its peer", "is ready", "is ready and hangs")
 
 
-@pytest.mark.parametrize("stage", [*STAGES[1:3], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGES[::3])])
+@pytest.mark.parametrize(
+    "stage", [STAGES[1], *(pytest.param(each, marks=pytest.mark.slow) for each in (STAGES[0], *STAGES[2:]))]
+)
 @pytest.mark.acceptance(5, here="every stage of a start")
 async def test_in_each_stage_the_whole_worker_ends_within_five_seconds(short_folder: Path, stage: str) -> None:
     source = str(write_tiny_llama(short_folder / "tiny", seed=1))
@@ -111,7 +113,7 @@ async def test_in_each_stage_the_whole_worker_ends_within_five_seconds(short_fol
 
 
 async def process_of(member: LocalMember, name: str) -> psutil.Process:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while True:
             running = await member.running()
             for each in running.processes if running is not None else ():

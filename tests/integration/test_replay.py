@@ -17,7 +17,8 @@ from cluster.cli.main import app as command_line
 from router.requests.replay import Replay, ReplayReport
 from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
-from tandem.config.spec import Disaggregation, EngineSpec, RouterSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import TandemError
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2

@@ -12,7 +12,8 @@ import pytest
 from cluster.testing.failing_rank import BREAKS, CRAWLS, HANGS, KILLS, RAISES
 from cluster.testing.failing_rank import __name__ as FAILING_RANK
 from router.testing.stub_worker import until
-from tandem.config.spec import Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 from tandem.errors import RequestFailed, RequestQuarantined
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama

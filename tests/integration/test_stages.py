@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.config.spec import EngineSpec, TransportKind
+from tandem.config.engine import EngineSpec
+from tandem.config.transfer import TransportKind
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import worker_pb2
@@ -59,7 +60,7 @@ async def test_stages_are_in_order_and_add_up(
     hand = ManualRouter()
     async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE) as live:
         await links_ready(live.prefill, prefill_tp * decode_tp)
-        work = hand.work(random_prompt(500, VOCAB, 1), GREEDY)
+        work = hand.work(random_prompt(1500, VOCAB, 1), GREEDY)
         before_s = time.monotonic()
         ticket = await hand.reserve(live.prefill, live.decode, work)
         first = await hand.prefill(live.prefill, work, ticket)
@@ -79,9 +80,9 @@ async def test_stages_are_in_order_and_add_up(
         assert sent.sent.first_token_s < took_s
 
         token_bytes = 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, fp32
-        assert sent.bytes == received.bytes == 500 * token_bytes
+        assert sent.bytes == received.bytes == 1500 * token_bytes
         assert sent.pieces == received.pieces
-        assert 0 < sent.sent.hidden_bytes < sent.bytes  # all but the last of five chunks, at the least in part
+        assert 0 < sent.sent.hidden_bytes < sent.bytes  # all but the last of fifteen chunks, at the least in part
 
         # On one host both anchors are of one clock: the sides interlock.
         received_s, sent_s = received.anchor_at_s, sent.anchor_at_s

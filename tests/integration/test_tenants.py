@@ -21,7 +21,7 @@ import pytest
 from router.auth import api_keys
 from router.auth.keys_file import change_keys
 from tandem.config.auth import AuthSpec
-from tandem.config.spec import EngineSpec
+from tandem.config.engine import EngineSpec
 from tandem.testing.models import random_prompt, write_tiny_llama
 
 FULL_ROUNDS, SHORT_ROUNDS, CONTROL_ROUNDS = 500, 30, 300

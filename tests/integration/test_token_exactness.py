@@ -16,7 +16,9 @@ import pytest
 
 from cluster.testing.device_rank import __name__ as DEVICE_RANK
 from cluster.testing.live import LivePair
-from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
+from tandem.config.engine import EngineSpec
+from tandem.config.security import TlsSpec
+from tandem.config.transfer import TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
@@ -146,7 +148,8 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
             assert (await session.state()).load.host_blocks.used > 0
 
 
-@pytest.mark.parametrize("ends_by", ["length", pytest.param("stop token", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ends_by", ["length", "stop token"])
+@pytest.mark.slow
 async def test_answers_that_end_at_their_first_token_fail_no_handoff(
     pair: StartPair, tiny: Path, reference: Reference, ends_by: str
 ) -> None:

@@ -20,7 +20,9 @@ from router.requests.run_on_links import RunOnLinks
 from router.requests.state_machine import RequestRun
 from router.testing.stub_worker import until
 from router.workers.link import WorkerLink
-from tandem.config.spec import Disaggregation, EngineSpec, Role, RouterSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, worker_pb2
 from tests.integration.conftest import Routed, StartRouted
@@ -227,12 +229,12 @@ async def test_clients_read_the_same_when_prefill_workers_die_in_handoffs(routed
     async with routed(tiny, prefill=2, decode=2, engine=ENGINE) as live:
         undisturbed = await read_all(live, range(TOGETHER))
         for _ in range(HANDOFF_KILLS):
-            reads = [Read(number) for number in range(TOGETHER)]
-            reading = asyncio.create_task(run_all(live, reads))
             before = retries(live)
-            await until_done_or(reading, partial(any_is_busy, live, Role.PREFILL))
-            workers = live.app.dispatcher.fleet.ready("tiny", Role.PREFILL)
-            await kill(live, Role.PREFILL, max(workers, key=lambda worker: worker.account.requests).key)
-            await reading
-            assert retries(live) > before, "nothing was disturbed"
-            assert [read.parts() for read in reads] == [read.parts() for read in undisturbed]
+            while retries(live) == before:  # a worker may end what it has before a busy machine kills it
+                reads = [Read(number) for number in range(TOGETHER)]
+                reading = asyncio.create_task(run_all(live, reads))
+                await until_done_or(reading, partial(any_is_busy, live, Role.PREFILL))
+                workers = live.app.dispatcher.fleet.ready("tiny", Role.PREFILL)
+                await kill(live, Role.PREFILL, max(workers, key=lambda worker: worker.account.requests).key)
+                await reading
+                assert [read.parts() for read in reads] == [read.parts() for read in undisturbed]

@@ -35,7 +35,9 @@ from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker
 from router.testing.stub_worker import until
 from router.workers.directory import DirectoryFollower
 from router.workers.link import WorkerLink
-from tandem.config.spec import EngineSpec, ModelSpec, Role, TransferSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec, Role
+from tandem.config.transfer import TransferSpec
 from tandem.rpc.versions import CONTROL_VERSIONS, common_version
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2

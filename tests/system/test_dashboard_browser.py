@@ -34,7 +34,7 @@ from worker.testing.session import assert_conserved, open_session
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]  # one cluster serves all
 
-expect.set_options(timeout=30_000)  # the cluster, its traffic and the browser share a small machine
+expect.set_options(timeout=60_000)  # the cluster, its traffic and the browser share a small machine
 VOCAB = 300
 SNAPSHOT = "**/dashboard/api/v1/snapshot"
 MAX_PICTURE_BYTES = 300_000
@@ -150,7 +150,7 @@ async def viewer(controller: Controller, traffic: None, browser: Browser) -> Asy
     assert viewer.faults == []
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.1)
@@ -199,7 +199,7 @@ async def test_nothing_moves_for_who_asked_for_less_motion(viewer: Viewer) -> No
 async def test_a_requests_timeline_opens_by_mouse_and_by_key_and_closes(viewer: Viewer) -> None:
     page = viewer.page
     rows = page.locator("#requests tbody tr", has_text="finished")
-    await expect(rows.first).to_be_visible(timeout=20_000)
+    await expect(rows.first).to_be_visible()
     await rows.first.click()
     await expect(page.locator("dialog .gantt")).to_be_visible()
     stages = await page.locator("dialog .span").evaluate_all("all => all.map((each) => each.dataset.stage)")
@@ -219,7 +219,7 @@ async def test_a_requests_timeline_opens_by_mouse_and_by_key_and_closes(viewer: 
 
 async def test_requests_are_filtered_and_sorted(viewer: Viewer) -> None:
     page = viewer.page
-    await expect(page.locator("#requests tbody tr").nth(3)).to_be_visible(timeout=20_000)
+    await expect(page.locator("#requests tbody tr").nth(3)).to_be_visible()
     await page.keyboard.press("p")
     await expect(page.locator("#live")).to_have_text("paused")
     await page.locator('th[data-column="prompt_tokens"] button').click()

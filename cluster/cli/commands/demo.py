@@ -21,7 +21,8 @@ from cluster.interruptible import run_interruptible
 from cluster.keeper.lossy_output import lossy_output
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import free_ports, port_is_free
-from tandem.config.spec import DEMO_MODEL, ClusterSpec
+from tandem.config.model import DEMO_MODEL
+from tandem.config.spec import ClusterSpec
 from tandem.v1 import inference_pb2
 
 PROMPTS = (

@@ -22,9 +22,11 @@ from cluster.spec.kv_paths import kv_paths, used_paths
 from cluster.spec.loader import assignments, load_spec
 from cluster.spec.redis_probe import check_redis
 from cluster.spec.requirements import check_requirements
-from cluster.spec.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
-from tandem.config.spec import ClusterSpec, Role
+from cluster.spec.resolve import check_auth, check_memory, check_ports, check_transfer, needed_bytes, resolve_models
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, PortInUse, TandemError
+from tandem.machine_memory import available_bytes
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.words import plural
 
@@ -195,14 +197,16 @@ def _model(spec: ClusterSpec) -> str:
 def _memory(spec: ClusterSpec) -> str:
     if (running := _running(spec)) is not None:
         raise Unchecked(f"not checked: the running cluster {running.name} uses it")
+    if spec.control.ray_address is not None:
+        raise Unchecked("not checked: workers are on the machines of the Ray cluster")
     try:
         models = resolve_models(spec, progress=lambda what: None, fetch=False)
     except TandemError:
         raise Unchecked("not checked: the model is missing") from None
-    needed, available = check_memory(models) >> 20, f"{available_bytes() >> 20} MiB available"
-    if not needed:
-        return f"{available}; weights and KV pools are on the devices"
-    return f"about {needed} MiB needed for weights, KV pools and processes, {available}"
+    needed, available = check_memory(spec, models) >> 20, f"{available_bytes() >> 20} MiB available"
+    on_host = any(map(needed_bytes, models))
+    what = "weights, KV pools and processes" if on_host else "processes (weights and KV pools are on the devices)"
+    return f"about {needed} MiB needed for {what}, {available}"
 
 
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (

@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.cli.admin_client import Admin, controller_at, fetch_status
 from cluster.cli.commands.status import ROLES
 from cluster.control.scaling.pools import check_targets, ratio_split
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ConfigError, UnavailableError
 from tandem.v1 import cluster_pb2
 

@@ -87,7 +87,7 @@ class Player:
                 raise InputError(f"{trace.name}: class: expected {expected}, got {priority[:40]!r}", field="class")
         self._trace, self._prompts, self._client, self._limits = trace, prompts, client, limits
         self._slo, self._progress = slo, progress
-        self._measurements = RunMeasurements(len(trace), trace.arrival_s, slo)
+        self._measurements = RunMeasurements(trace, slo)
         self._reported = _Reported(trace.prompt_tokens.tolist(), trace.output_tokens.tolist())
         self._connections = asyncio.Semaphore(limits.connections)
         self._start_s = 0.0

@@ -38,6 +38,14 @@ Prompts = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
 Outputs = Annotated[float, typer.Option(help="Factor on output lengths.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
 Jitter = Annotated[bool, typer.Option(help="Spread arrivals that the source rounded to seconds over the second.")]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="COLUMN=VALUE",
+        help="Take the rows of the trace with this value, such as model=llama-3-70b; can be repeated. Default: all.",
+    ),
+]
 ModelName = Annotated[
     str | None,
     typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder. Default: the spec's first model."),
@@ -52,10 +60,25 @@ Cost = Annotated[
 ]
 ElementBytes = Annotated[
     float | None,
-    typer.Option(help="Bytes per element of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32. Default: the device's."),
+    typer.Option(
+        help="Bytes per element of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32. "
+        "Default: weights as published, else the device's."
+    ),
+]
+KvBytes = Annotated[float | None, typer.Option(help="Bytes per element of KV. Default: as --element-bytes.")]
+ExpertBytes = Annotated[
+    float | None,
+    typer.Option(help="Bytes per element of the experts' weights. Default: as published, else as --element-bytes."),
 ]
 Constrained = Annotated[
     float, typer.Option("--constrained", help="Share of the requests whose answers a schema or grammar constrains.")
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(
+        help="Speculation as CHANCE[:TOKENS[:DRAFT_SHARE]]: the chance that a proposed token is right, the most for a "
+        "request in a step (8), and the time to draft one, of a step's (0). Default: the file's of --cost, else none."
+    ),
 ]
 Ttft = Annotated[
     float | None, typer.Option("--ttft", help="Objective for the time to first token, in seconds. Default: none.")
@@ -72,7 +95,10 @@ def simulate(
     device: Device = "cpu",
     cost: Cost = None,
     element_bytes: ElementBytes = None,
+    kv_bytes: KvBytes = None,
+    expert_bytes: ExpertBytes = None,
     constrained: Constrained = 0.0,
+    acceptance: Acceptance = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
     ] = False,
@@ -99,6 +125,7 @@ def simulate(
     outputs: Outputs = 1.0,
     seed: Seed = 0,
     jitter: Jitter = True,
+    where: Where = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,9 +144,12 @@ def simulate(
     from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
+        tuple(where or ()),
+    )  # fmt: skip
+    hardware = HardwareFlags(
+        model or "", device, cost, None, element_bytes, one_host, constrained, acceptance, kv_bytes, expert_bytes
     )
-    hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host, constrained)
     flags = SimulateFlags(
         traffic,
         hardware,
@@ -139,15 +169,36 @@ def simulate(
 def plan(
     trace: Traffic,
     model: Annotated[str, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")],
-    device: Device = "h100",
+    device: Annotated[
+        str,
+        typer.Option(help="a100, h100, h200, b200, cpu or a YAML file; of several (h100,h200) the cheapest is taken."),
+    ] = "h100",
     devices: Annotated[int, typer.Option(help="Maximum number of devices.", min=1, max=1024)] = 16,
+    max_load: Annotated[
+        bool, typer.Option("--max-load", help="Plan for the largest --load that up to --devices devices serve.")
+    ] = False,
     ttft: Ttft = None,
     tpot: Tpot = None,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet the objectives.")] = 0.95,
-    price: Annotated[float | None, typer.Option(help="Dollars per device and hour. Default: the device's.")] = None,
+    confidence: Annotated[
+        float, typer.Option(help="Share of other traffics like this one that must meet it too. Default: 0.")
+    ] = 0.0,
+    growth: Annotated[
+        float | None,
+        typer.Option(help="Monthly growth of the traffic, such as 0.05: shows how long the plan lasts. Default: none."),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="Dollars per device and hour: 2.5, or h100=2.5,h200=3.5. Default: those of the device files."
+        ),
+    ] = None,
     cost: Cost = None,
     element_bytes: ElementBytes = None,
+    kv_bytes: KvBytes = None,
+    expert_bytes: ExpertBytes = None,
     constrained: Constrained = 0.0,
+    acceptance: Acceptance = None,
     step_tokens: Annotated[
         list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
     ] = None,
@@ -156,7 +207,7 @@ def plan(
         str | None, typer.Option(help="Model in the values file: ORG/NAME or a folder. Default: --model.")
     ] = None,
     simulated: Annotated[
-        int, typer.Option(help="Requests simulated in the last round, from the busiest part of the trace.", min=50)
+        int, typer.Option(help="Requests to simulate: those of the busiest part of the trace.", min=50)
     ] = 1000,
     jobs: Annotated[int | None, typer.Option(help="Parallel processes. Default: one per core.", min=1)] = None,
     state: Annotated[
@@ -176,20 +227,28 @@ def plan(
     outputs: Outputs = 1.0,
     seed: Seed = 0,
     jitter: Jitter = True,
+    where: Where = None,
     json: Json = False,
 ) -> None:
     """Find the cheapest cluster that serves a traffic. It must meet the objectives --ttft, --tpot, or both."""
     from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
     from cluster.cli.commands.planning.plan import PlanFlags, run_plan
-    from planner.search.plan import Goal
+    from planner.search.goal import Goal
     from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
+        tuple(where or ()),
+    )  # fmt: skip
+    hardware = HardwareFlags(
+        model, device, cost, None, element_bytes, constrained=constrained, acceptance=acceptance, kv_bytes=kv_bytes,
+        expert_bytes=expert_bytes,
+    )  # fmt: skip
+    goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running, confidence)
+    flags = PlanFlags(
+        traffic, hardware, goal, source, simulated, jobs, state, report, values, json, price, max_load, growth
     )
-    hardware = HardwareFlags(model, device, cost, price, element_bytes, constrained=constrained)
-    goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
-    raise typer.Exit(run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json)))
+    raise typer.Exit(run_plan(flags))
 
 
 def profile(
@@ -238,6 +297,7 @@ def bench(
     outputs: Outputs = 1.0,
     seed: Seed = 0,
     jitter: Jitter = True,
+    where: Where = None,
     connections: Annotated[
         int,
         typer.Option("--concurrency", "--connections", help="Maximum number of concurrent requests.", min=1, max=65536),
@@ -258,6 +318,21 @@ def bench(
         Path | None, typer.Option("--output", help="File to write the JSON to, for `tandem compare`. Default: none.")
     ] = None,
     json: Json = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            help="batching: start a cluster with each engine.batching, one after the other and without prefill "
+            "workers, and show the results beside each other. Default: measure a cluster that runs.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Spec of the clusters of --compare. Default: built-in defaults.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Key of that spec; can be repeated. Default: none."),
+    ] = None,
 ) -> None:
     """Play a trace against a cluster or an OpenAI endpoint. Measures the figures that `simulate` predicts."""
     from cluster.cli.commands.planning.bench import BenchFlags, run_bench
@@ -266,12 +341,17 @@ def bench(
     from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
-    )
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
+        tuple(where or ()),
+    )  # fmt: skip
     flags = BenchFlags(
         traffic, Slo(ttft, tpot), api, url, cluster, model, api_key, ca, LoadLimits(connections, timeout), warm_up,
-        ignore_eos, vocab, prompt_seed, output, json,
+        ignore_eos, vocab, prompt_seed, output, json, compare, config, tuple(settings or ()),
     )  # fmt: skip
+    if compare is not None:
+        from cluster.cli.commands.planning.bench_batching import run_bench_batching
+
+        raise typer.Exit(run_bench_batching(flags))
     raise typer.Exit(run_bench(flags))
 
 

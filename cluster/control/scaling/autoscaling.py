@@ -24,7 +24,8 @@ from planner.autoscaler import (
     ScalingLimits,
 )
 from planner.pool_forecast import LocalPrompts, PoolSizes
-from tandem.config.spec import ClusterSpec, ModelSpec, Role
+from tandem.config.model import ModelSpec, Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 

@@ -16,7 +16,8 @@ from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import ResolvedModel
 from cluster.tasks import count_failure
-from tandem.config.spec import ControlSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ControlSpec
 from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.v1 import cluster_pb2
 
@@ -84,6 +85,8 @@ class PoolScaler:
             members = [await self._member(slot) for slot in self._workers.slots_of(model)]
             now = {role: sum(member.role is role for member in members) for role in Role}
             prefill = now[Role.PREFILL] if prefill is None else prefill
+            if prefill and (unfit := model.spec.no_prefill_workers) is not None:
+                raise ConfigError(unfit, field="prefill")
             decode = now[Role.DECODE] if decode is None else decode
             actions = plan_change(
                 members,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ConfigError
 from tandem.text.words import named_role
 

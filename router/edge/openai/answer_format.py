@@ -28,6 +28,8 @@ from router.edge.openai.answer_schema import (
     CompletionUsage,
     ErrorBody,
     ErrorDetail,
+    PredictionTokens,
+    ProposedTokens,
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
 from router.edge.openai.request_schema import UsageEvents
@@ -77,10 +79,22 @@ def error_body(error: TandemError) -> ErrorBody:
     return ErrorBody(ErrorDetail(error.message, error.wire.openai_type, error.field, named or error.code.value))
 
 
-def completion_usage(usage: Usage) -> CompletionUsage:
+def completion_usage(usage: Usage, *, has_prediction: bool = False) -> CompletionUsage:
     total_tokens = usage.prompt_tokens + usage.completion_tokens
     details = CachedTokens(usage.cached_tokens)
-    return CompletionUsage(usage.prompt_tokens, usage.completion_tokens, total_tokens, details)
+    made = CompletionUsage(usage.prompt_tokens, usage.completion_tokens, total_tokens, details)
+    if has_prediction:
+        made.completion_tokens_details = PredictionTokens(
+            usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+        )
+    if usage.accepted_tokens or usage.unused_tokens:
+        made.speculation = ProposedTokens(usage.accepted_tokens, usage.unused_tokens)
+    return made
+
+
+def usage_of(answers: Answers) -> CompletionUsage:
+    """Of all answers to a call, at their end."""
+    return completion_usage(answers.usage(), has_prediction=answers.has_prediction)
 
 
 def server_sent(event: AnswerStruct) -> bytes:
@@ -204,7 +218,7 @@ class ChatFormat:
             yield self._chunk(index, ChunkDelta(content=""), logprobs)
 
     def end(self) -> list[bytes]:
-        usage = [self._event([], completion_usage(self._answers.usage()))] if self._usage.is_last_event else []
+        usage = [self._event([], usage_of(self._answers))] if self._usage.is_last_event else []
         return [*usage, DONE]
 
     def failed(self, error: TandemError) -> list[bytes]:
@@ -217,7 +231,7 @@ class ChatFormat:
                 created=self._created,
                 model=self._answers.model.name,
                 choices=one_by_one(lambda index: self._choice(index, wholes[index]), range(len(wholes))),
-                usage=completion_usage(self._answers.usage()),
+                usage=usage_of(self._answers),
             )
         )
 
@@ -320,10 +334,10 @@ class CompletionFormat:
         return FinishReason.LENGTH if self._prompt_only else reason
 
     def _usage_of_all(self) -> CompletionUsage:
+        if not self._prompt_only:
+            return usage_of(self._answers)
         usage = self._answers.usage()
-        if self._prompt_only:
-            usage = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
-        return completion_usage(usage)
+        return completion_usage(Usage(usage.prompt_tokens, 0, usage.cached_tokens))
 
     def _chunk(
         self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: FinishReason | None = None

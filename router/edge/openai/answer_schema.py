@@ -46,11 +46,27 @@ class CachedTokens(AnswerStruct):
     cached_tokens: Count
 
 
+class PredictionTokens(AnswerStruct):
+    """Proposed from the request's `prediction`: those that the answer has, and those that it has not."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class ProposedTokens(AnswerStruct):
+    """Proposed by workers from any source: those that the answer has, and those that it has not."""
+
+    accepted_tokens: Count
+    unused_tokens: Count
+
+
 class CompletionUsage(AnswerStruct):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictionTokens | UnsetType = UNSET  # of a request with a prediction
+    speculation: ProposedTokens | UnsetType = UNSET  # if there were any
 
 
 class TopLogprob(AnswerStruct):

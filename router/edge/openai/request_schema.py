@@ -12,7 +12,7 @@ from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import ErrorDetails, from_json
 
 from router.edge.limits.json import check_body
-from router.edge.openai.chat_messages import Messages, parse_messages
+from router.edge.openai.chat_messages import Messages, TextPart, parse_messages
 from router.edge.openai.constraint_fields import AnyFormat, ConstraintFields
 from router.edge.openai.field_errors import field_error
 from router.edge.openai.strict_model import (
@@ -63,6 +63,17 @@ MAX_TOKENS_HELP = (
 )
 
 
+class Prediction(StrictModel):
+    """What the client expects the answer to be like."""
+
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class _GenerationRequest(ConstraintFields):
     """Ranges that all edges share are checked by `tandem.request.SamplingParams`; stop strings by
     `router.requests.validation`."""
@@ -90,6 +101,11 @@ class _GenerationRequest(ConstraintFields):
     cache_salt: CacheSalt = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: AnyFormat | None = None
+    prediction: Prediction | None = Field(
+        None,
+        description="What the answer is likely to be, or to repeat in part: such tokens may come several at a time. It "
+        "changes the answer no more than speculation does.",
+    )
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -135,6 +151,9 @@ class _GenerationRequest(ConstraintFields):
             constraint=self._constraint(self.response_format),
         )
 
+    def _predicted(self) -> str | None:
+        return None if self.prediction is None else self.prediction.text
+
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         given = self.logit_bias or {}
         if len(given) > MAX_LOGIT_BIAS:
@@ -166,7 +185,6 @@ class ChatCompletionRequest(_GenerationRequest):
     audio: object = None
     modalities: object = None
     moderation: object = None
-    prediction: object = None
     prompt_cache_options: object = None
     prompt_cache_retention: str | None = Field(None, description="No effect: the prefix cache is automatic.")
     reasoning_effort: Effort | None = Field(
@@ -192,7 +210,9 @@ class ChatCompletionRequest(_GenerationRequest):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self._sampling(next(iter(limits), None), logprobs)
         session = self.prompt_cache_key or self.user or ""
-        return RawRequest(self.model, self._chat(), sampling, session, self.cache_salt or "")
+        return RawRequest(
+            self.model, self._chat(), sampling, session, self.cache_salt or "", prediction=self._predicted()
+        )
 
     def _chat(self) -> Chat:
         use = tool_use(parsed_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
@@ -242,7 +262,10 @@ class CompletionRequest(_GenerationRequest):
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
         session, salt = self.prompt_cache_key or self.user or "", self.cache_salt or ""
-        return [RawRequest(self.model, each, sampling, session, salt, echo=bool(self.echo)) for each in prompts]
+        echo, predicted = bool(self.echo), self._predicted()
+        return [
+            RawRequest(self.model, each, sampling, session, salt, echo=echo, prediction=predicted) for each in prompts
+        ]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt
@@ -261,7 +284,6 @@ _NEUTRAL_CHAT: Neutral = {
     "modalities": equals(["text"]),
     "audio": never,
     "moderation": never,
-    "prediction": never,
     "prompt_cache_options": equals({}, {"mode": "implicit"}),
     "add_generation_prompt": equals(True),
     "continue_final_message": equals(False),

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from router.observe.metrics.instruments import Counter
 from router.workers.health import EjectReason, HealthBoard, HealthState
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 
 class CanaryResult(StrEnum):
@@ -37,6 +37,7 @@ class HealthMetrics(Collector):
         self._canaries = Counter(
             "tandem_canaries", "Canaries by purpose and result.", ("purpose", "result"), registry=registry
         )
+        self._canaries.begin(CanaryPurpose, CanaryResult)
         registry.register(self)
 
     def canary(self, purpose: CanaryPurpose, result: CanaryResult) -> None:

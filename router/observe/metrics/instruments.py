@@ -6,8 +6,9 @@ library's registry. Label values must be bounded: children are never removed.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -69,6 +70,12 @@ class _Family(Collector, Generic[Child]):
                 raise ValueError(f"{self._name}: expected labels {self._labelnames}, got {values}")
             child = self._children[values] = self._new()
         return child
+
+    def begin(self, *values: Iterable[str]) -> None:
+        """Shows the children of all combinations, in the order of the names, before anything happens: `rate()` and
+        `increase()` see the first event only if there was a sample before it."""
+        for each in itertools.product(*values):
+            self.labels(*map(str, each))
 
     def _new(self) -> Child:
         raise NotImplementedError

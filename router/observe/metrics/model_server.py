@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from router.requests.core import RequestCore
 from router.workers.fleet import Fleet
-from tandem.config.spec import Role
+from tandem.config.model import Role
 
 
 class ModelServerCollector(Collector):

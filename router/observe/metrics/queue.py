@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from router.admission.request_queue import Refusal
 from router.requests.core import RequestCore
 
 
@@ -33,8 +35,8 @@ class QueueCollector(Collector):
         refused = CounterMetricFamily(
             "tandem_admission_refusals", "Requests that admission refused.", labels=["class", "reason"]
         )
-        for (name, refusal), count in self._queue.refusals.items():
-            refused.add_metric([name, refusal.value], count)
+        for name, refusal in itertools.product(self._queue.queued_by_class(), Refusal):  # from 0: alerts rate() them
+            refused.add_metric([name, refusal.value], self._queue.refusals[name, refusal])
         yield refused
         rates = GaugeMetricFamily(
             "tandem_drain_tokens_per_second",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,20 +10,37 @@ from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.metrics.prefix_index import IndexCollector
 from router.observe.metrics.queue import QueueCollector
-from router.observe.slo import SloCollector, slo_outcome
+from router.observe.slo import NO_ROOM, SloCollector, SloOutcome, slo_outcome
 from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
+from router.policies.types import PlacementReason
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.requests import actions as act
 from router.requests.core import RequestCore
 from router.requests.facts import Facts, Placed, Requeued, Waited
 from router.requests.state_machine import RequestRun
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import ErrorCode, NotFound
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 
 UNKNOWN_MODEL = "unknown"
+
+# How an accepted request may fail, and for what the cluster may refuse one: alerts watch them from the first.
+_FAILURES = (
+    ErrorCode.UNAVAILABLE,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.WORKER_DIED,
+    ErrorCode.GPU_LOST,
+    ErrorCode.NO_WORKER,
+    ErrorCode.KV_EXHAUSTED,
+    ErrorCode.HANDOFF_FAILED,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.QUARANTINED,
+    ErrorCode.INTERNAL,
+    ErrorCode.REQUEST_FAILED,
+)
+_REFUSALS = sorted(NO_ROOM)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -43,6 +59,9 @@ class RouterMetrics:
         self._requests = Counter(
             "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
         )
+        self._requests.begin(sorted(models), (RequestState.FINISHED,), ("",))
+        self._requests.begin(sorted(models), (RequestState.FAILED,), _FAILURES)
+        self._requests.begin(sorted(models), (RequestState.REJECTED,), _REFUSALS)
         self._ttft = _histogram(registry, "tandem_ttft_seconds", "Time from receipt to first token.", _SECONDS)
         self._ttft_stages = Histogram(
             "tandem_ttft_stage_seconds",
@@ -93,10 +112,16 @@ class RouterMetrics:
         self._handoff_failures = Counter(
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
-        for model, cause in itertools.product(sorted(models), HandoffCause):
-            self._handoff_failures.labels(model, cause.value)  # start at 0: increase() needs a first sample
+        self._handoff_failures.begin(sorted(models), HandoffCause)
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
+        self._predicted = Counter(
+            "tandem_prediction_tokens",
+            "Tokens proposed from the predictions of finished requests, by whether the answer has them.",
+            ("model", "outcome"),
+            registry=registry,
+        )
         self._placements = Counter("tandem_placements", "Placements by reason.", ("model", "reason"), registry=registry)
+        self._placements.begin(sorted(models), PlacementReason)
         self._waits = Counter(
             "tandem_waits",
             "Requests that waited at the head of the queue, by reason.",
@@ -128,6 +153,7 @@ class RouterMetrics:
     def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
         """Sets the classes whose objectives `judged` uses."""
         self._classes = {each.name: each for each in classes}
+        self._slo.begin(sorted(self._models), self._classes, SloOutcome)
         self._registry.register(SloCollector(classes))
 
     def render(self) -> bytes:
@@ -178,6 +204,8 @@ class RouterMetrics:
         self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
         self._tokens.labels(label, "cached").inc(usage.cached_tokens)
         self._tokens.labels(label, "completion").inc(usage.completion_tokens)
+        self._predicted.labels(label, "accepted").inc(usage.accepted_prediction_tokens)
+        self._predicted.labels(label, "rejected").inc(usage.rejected_prediction_tokens)
 
     def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
         self._itl.labels(self._label(run.request.model)).observe_all(fact.gaps_s)

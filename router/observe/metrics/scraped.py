@@ -13,6 +13,7 @@ from router.observe.export import ExportOutcome, TraceExport
 from router.observe.metrics.cost import CostCollector, CostMeter, ranks_of
 from router.observe.metrics.loop_lag import LoopLag
 from router.observe.metrics.workers import WorkerCollector, parse_places
+from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.launch import RouterLaunch
@@ -26,6 +27,7 @@ class ScrapedMetrics:
     def __init__(
         self, registry: CollectorRegistry, launch: RouterLaunch, fleet: Fleet, export: TraceExport | None, clock: Clock
     ) -> None:
+        self._registry = registry
         self._workers = WorkerCollector(fleet)
         self._lag = LoopLag()
         price = launch.observability.cost.per_rank_hour
@@ -45,6 +47,9 @@ class ScrapedMetrics:
         self._autoscaler.counts = dict(directory.autoscaler_decisions)
         if self._cost is not None:
             self._cost.set_ranks(ranks_of(self._workers.places.values()))
+
+    def watch_directory(self, follower: DirectoryFollower) -> None:
+        self._registry.register(_ControllerCollector(follower))
 
     def start(self) -> None:
         self._lag.start()
@@ -70,6 +75,16 @@ class _AutoscalerCollector(Collector):
         for action, count in self.counts.items():
             decisions.add_metric((action,), count)
         yield decisions
+
+
+class _ControllerCollector(Collector):
+    def __init__(self, follower: DirectoryFollower) -> None:
+        self._follower = follower
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "tandem_controller_up", "Whether this router follows the controller.", float(self._follower.connected)
+        )
 
 
 class _RouterCollector(Collector):

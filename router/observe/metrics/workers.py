@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from kvtransfer.control import REACHABLE
 from router.observe.metrics.instruments import cumulated
 from router.workers.fleet import ROLES, Fleet, Worker
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.meters import STEP_BOUNDS_S
 
@@ -133,12 +133,12 @@ def _work(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]
     proposed = CounterMetricFamily(
         "tandem_worker_proposed_tokens",
         "Tokens that were computed before they were chosen.",
-        labels=(*WORKER, "outcome"),
+        labels=(*WORKER, "proposer", "outcome"),
     )
     for labels, meters in metered:
         if meters.proposed_tokens:
-            proposed.add_metric((*labels, "accepted"), meters.accepted_tokens)
-            proposed.add_metric((*labels, "unused"), meters.proposed_tokens - meters.accepted_tokens)
+            proposed.add_metric((*labels, meters.proposer, "accepted"), meters.accepted_tokens)
+            proposed.add_metric((*labels, meters.proposer, "unused"), meters.proposed_tokens - meters.accepted_tokens)
         tokens.add_metric((*labels, "prefill"), meters.prefill_tokens)
         tokens.add_metric((*labels, "decode"), meters.decode_tokens)
         preemptions.add_metric(labels, meters.preemptions)

@@ -24,7 +24,6 @@ def figures() -> Callable[..., dict[str, dict[str, Any]]]:
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]

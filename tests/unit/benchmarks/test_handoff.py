@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.spec import TransportKind
+from tandem.config.transfer import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
 Figures = Callable[..., dict[str, dict[str, Any]]]

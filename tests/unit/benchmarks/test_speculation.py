@@ -9,16 +9,40 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+PROPOSERS = ("lookahead", "draft", "early_exit", "medusa")
 Figures = Callable[..., dict[str, dict[str, Any]]]
 
 
-def test_every_figure_is_one_line(figures: Figures) -> None:
-    lines = figures("benchmarks.speculation")
-    assert {name.removeprefix("spec."): line["unit"] for name, line in lines.items()} == {
-        "lookup_copy_b1": "s",
-        "lookup_chat_b1": "s",
-        "lookup_chat_b32": "s",
-        "lookup_acceptance": "share",
-        "exact_share": "share",
-    }
-    assert lines["spec.exact_share"]["value"] == 1
+UNITS = {"b1": "s", "acceptance": "share", "bound": "ratio"}
+FIGURES = {
+    "lookup": {"lookup_copy_b1": "s", "lookup_chat_b1": "s", "lookup_chat_b32": "s", "lookup_acceptance": "share"},
+    "proposers": {
+        f"{name}_{what}": unit
+        for name in PROPOSERS
+        for what, unit in (("b1", "s"), ("acceptance", "share"), ("bound", "ratio"))
+    },
+    "goodput": {"goodput_ratio": "requests/s"},
+    "exactness": {"exact_share": "share"},
+}
+BATCHING = {
+    "continuous_over_static": "requests/s",
+    "continuous_over_dynamic": "requests/s",
+    "tokens_continuous_over_static": "tok/s",
+    "tokens_continuous_over_dynamic": "tok/s",
+    "continuous_ttft_p90_s": "s",
+    "static_ttft_p90_s": "s",
+    "dynamic_ttft_p90_s": "s",
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_is_one_line(figures: Figures, figure: str) -> None:
+    lines = figures("benchmarks.speculation", "--figure", figure)
+    assert {name.removeprefix("spec."): line["unit"] for name, line in lines.items()} == FIGURES[figure]
+    if figure == "exactness":
+        assert lines["spec.exact_share"]["value"] == 1
+
+
+def test_batching_is_compared_in_lines(figures: Figures) -> None:
+    lines = figures("benchmarks.speculation", "--figure", "batching")
+    assert {name.removeprefix("batching."): line["unit"] for name, line in lines.items()} == BATCHING

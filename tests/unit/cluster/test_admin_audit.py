@@ -35,6 +35,7 @@ Serve = Callable[..., Awaitable[AdminService]]
 class Scaler:
     def __init__(self) -> None:
         self.calls: list[object] = []
+        self.hangs = asyncio.Event()
 
     async def scale(self, model: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
         self.calls.append((model, prefill, decode))
@@ -45,6 +46,7 @@ class Scaler:
     async def drain(self, worker_id: str, **how: object) -> None:
         self.calls.append((worker_id, how))
         if worker_id == "hangs":
+            self.hangs.set()
             await asyncio.Event().wait()
 
 
@@ -128,9 +130,11 @@ async def test_each_change_has_a_line(tmp_path: Path, opened: Open) -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.RestartWorkers(cluster_pb2.RestartWorkersRequest(model="unknown"))
         await stub.Apply(cluster_pb2.ApplyRequest(spec="redis: {url: secret}", dry_run=True))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="hangs"))
+        hanging = stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="hangs"))
+        async with asyncio.timeout(60):
+            await admin.scaler.hangs.wait()
+        hanging.cancel()
+        await admin.logged(8)
         await stub.Shutdown(cluster_pb2.ShutdownRequest())
     found = await admin.logged(9)
     shown = [

@@ -147,7 +147,7 @@ async def test_the_next_tandem_up_listens_where_workers_look_for_a_controller(tm
         return controller
 
     first = await started("k1")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not backend.record:
             await asyncio.sleep(0.01)
     assert first._admin is not None
@@ -178,7 +178,7 @@ async def test_a_size_that_is_asked_for_at_the_start_waits_until_all_workers_are
 
     start = asyncio.create_task(controller.start())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "prefill-0" not in controller.workers.slots:
                 await asyncio.sleep(0.01)
             assert await asked() == (1, 1), "as the spec says, placed or not"

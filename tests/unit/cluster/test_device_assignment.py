@@ -24,7 +24,8 @@ from cluster.control.workers import Workers
 from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import ResolvedCluster, resolve_models
 from cluster.testing.recorder import RecordingBackend
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 

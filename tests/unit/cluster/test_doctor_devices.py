@@ -10,7 +10,8 @@ import pytest
 from cluster.cli.commands.doctor import Unchecked, devices, run_doctor, transfer
 from cluster.devices import Gpu, GpuReport
 from cluster.spec.resolve import free_ports
-from tandem.config.spec import ClusterSpec, TransferSpec
+from tandem.config.spec import ClusterSpec
+from tandem.config.transfer import TransferSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 

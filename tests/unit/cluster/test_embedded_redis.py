@@ -29,7 +29,7 @@ async def test_killed_it_comes_back_in_place(tmp_path_factory: pytest.TempPathFa
     start, url = embedded_redis.member(folder / "run")
     supervisor = Supervisor("redis", folder / "logs")
     await supervisor.start(start)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await answers(url):
             await asyncio.sleep(0.02)
         (before,) = supervisor.processes()

@@ -81,6 +81,7 @@ def test_a_cluster_that_is_starting_shows_its_status_and_ends_cleanly(tmp_path: 
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_starting_can_be_stopped_by_command(tmp_path: Path) -> None:
     with start_up(tmp_path) as process:
         wait_for(process, "waiting for workers")

@@ -82,7 +82,7 @@ async def test_a_later_controller_takes_over_and_the_earlier_one_is_refused(kept
     waiting = asyncio.create_task(first.wait_end("w.0"))
     second = await kept.connect()
     assert await second.kept() == "first"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert "another controller took over" in await first.wait_lost()
     await asyncio.gather(waiting, return_exceptions=True)
     with pytest.raises(UnavailableError, match="another controller took over"):
@@ -99,14 +99,16 @@ async def test_a_stop_runs_to_its_end_although_the_controller_died(kept: Kept, t
     first = await kept.connect()
     await first.start("w.0", start)
     log = tmp_path / "none"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not log.exists():
             log = next((kept.path.parent / "logs").glob("w.0.*.log"))
             if "up" not in log.read_text():
                 log = tmp_path / "none"
             await asyncio.sleep(0.01)
     stopping = asyncio.create_task(first.stop("w.0"))
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while await kept.keeper.members():  # until it is being stopped
+            await asyncio.sleep(0.01)
     stopping.cancel()
     await first.close()
     second = await kept.connect()
@@ -130,7 +132,7 @@ async def test_what_cannot_be_read_ends_the_connection_and_nothing_else(kept: Ke
         reader, writer = await asyncio.open_unix_connection(kept.path)
         writer.write(data)
         writer.write_eof()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
     remote = await kept.connect()

@@ -41,6 +41,7 @@ class FakeServer:
     token_s: float = 0.01
     refuses: Callable[[LoadRequest], bool] = lambda ask: False
     asked: list[LoadRequest] = field(default_factory=list)
+    answered: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def send(self, request: LoadRequest, on_tokens: OnTokens) -> LoadResponse:
@@ -51,6 +52,7 @@ class FakeServer:
             for _ in range(request.output_tokens):
                 await asyncio.sleep(self.token_s)
                 on_tokens(1)
+            self.answered += 1
         return LoadResponse(request.output_tokens, len(request.prompt))
 
     async def close(self) -> None: ...
@@ -99,9 +101,12 @@ class TestPlayer:
         assert not server.asked
 
     async def test_an_interrupted_run_reports_what_was_due(self) -> None:
-        trace = trace_of([0.0, 0.0, 60.0])
-        task = asyncio.ensure_future(play(trace, FakeServer()))
-        await asyncio.sleep(0.5)
+        server, trace = FakeServer(), trace_of([0.0, 0.0, 600.0])
+        task = asyncio.ensure_future(play(trace, server))
+        async with asyncio.timeout(60):
+            while server.answered < 2:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         task.cancel()
         result = await task
         assert (result.requests, result.finished, result.complete) == (2, 2, False)

@@ -30,7 +30,7 @@ def test_what_is_read_is_whole_and_in_order() -> None:
     output = LossyOutput(writer, "utf-8")
     output.write("a\u00e9\n")
     output.write("b\n")
-    output.finish()
+    output.finish(timeout_s=60)
     os.close(writer)
     with open(reader, encoding="utf-8") as read:
         assert read.read() == "a\u00e9\nb\n"
@@ -40,7 +40,7 @@ def test_what_its_encoding_lacks_is_replaced() -> None:
     reader, writer = os.pipe()
     output = LossyOutput(writer, "ascii")
     output.write("a\u00e9\n")
-    output.finish()
+    output.finish(timeout_s=60)
     os.close(writer)
     with open(reader, encoding="ascii") as read:
         assert read.read() == "a?\n"
@@ -49,10 +49,10 @@ def test_what_its_encoding_lacks_is_replaced() -> None:
 def test_a_reader_that_stops_reading_does_not_stop_the_writer() -> None:
     reader, writer = os.pipe()
     output = LossyOutput(writer, "utf-8", kept_bytes=4000)
-    assert written(output, 500) < 5.0  # 0.5 MB into a pipe of 64 KiB
+    assert written(output, 500) < 30.0  # 0.5 MB into a pipe of 64 KiB
     started_s = time.monotonic()
     output.finish(timeout_s=0.1)
-    assert time.monotonic() - started_s < 5.0
+    assert time.monotonic() - started_s < 30.0
     os.close(reader)
     os.close(writer)
 
@@ -68,7 +68,7 @@ def test_what_was_not_read_in_time_is_counted_where_it_is_missing() -> None:
         assert kept >= 99, "what came first"
         assert line == f"{500 - kept} lines were dropped here: nothing read them in time\n"
         output.write("on\n")
-        output.finish()
+        output.finish(timeout_s=60)
         os.close(writer)
         assert read.read() == "on\n"
     assert kept * len(LINE) <= 100_000 + (1 << 17), "and a pipe's 64 KiB"
@@ -79,7 +79,7 @@ def test_a_pipe_without_a_reader_is_no_error() -> None:
     os.close(reader)
     output = LossyOutput(writer, "utf-8")
     written(output, 10)
-    output.finish()
+    output.finish(timeout_s=60)
     os.close(writer)
 
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_no_error() -> None:
     with open("/dev/full", "w") as full:
         output = LossyOutput(full.fileno(), "utf-8")
         written(output, 10)
-        output.finish()
+        output.finish(timeout_s=60)
 
 
 SCRIPT = textwrap.dedent(

@@ -1,20 +1,30 @@
-"""A machine without open files, disk or shared memory left: refused at the start, by name, and found by the doctor."""
+"""A machine without open files, disk, memory or shared memory left: refused by name, and found by the doctor."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
+import time
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from cluster.cli.machine_limits import LEAST_FILES, check_disks, check_open_files, check_shared_memory
+from cluster.testing.memory_group import MemoryGroup, memory_group
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 Usage = namedtuple("Usage", "total used free")  # of shutil.disk_usage
 
@@ -128,3 +138,73 @@ asyncio.run(start())
     soft, hard = done.stdout.split()
     assert soft == hard, done
     assert hard == str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+SPEC = """
+name: little
+models: [{source: MODEL, name: tiny, engine: {kv_memory_bytes: 100000000}}]
+control: {backend: subprocess, admin_port: 0}
+router: {http_port: 0, grpc_port: 0}
+"""
+
+
+@contextmanager
+def up(group: MemoryGroup, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "cluster", "up", "--config", str(folder / "cluster.yaml")]
+    env = os.environ | {"XDG_STATE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    with (folder / "up.log").open("w") as log:
+        process = subprocess.Popen(group.within(command), env=env, stderr=log, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def prompt_of(number: int) -> dict[str, object]:
+    return {"model": "tiny", "prompt": random_prompt(2500, 300, number), "max_tokens": 30, "ignore_eos": True}
+
+
+async def statuses(base_url: str, count: int) -> Counter[int]:
+    """Of so many long prompts at once."""
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=base_url, timeout=300, limits=limits) as http:
+        calls = [http.post("/v1/completions", json=prompt_of(number)) for number in range(count)]
+        return Counter(reply.status_code for reply in await asyncio.gather(*calls))
+
+
+@pytest.mark.slow
+@pytest.mark.acceptance(23, here="100 long prompts at once in what a start asks for, and a start in 20 % less")
+def test_with_too_little_memory_nothing_starts_and_with_what_is_asked_for_nothing_is_killed(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model", max_positions=4096, layers=4, kv_heads=4)
+    (tmp_path / "cluster.yaml").write_text(SPEC.replace("MODEL", str(model)))
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(memory_group())
+        except OSError as error:
+            pytest.skip(f"no control group of its own: {error}")
+        group.limit(300 << 20)
+        with up(group, tmp_path) as process:
+            assert process.wait(120) == 2
+            said = (tmp_path / "up.log").read_text()
+        match = re.search(r"about (\d+) MiB are needed .* and (\d+) MiB are available", said)
+        assert match is not None, said
+        asked = int(match[1]) + 300 - int(match[2])  # with what the command itself uses
+        group.limit(asked * 4 // 5 << 20)
+        with up(group, tmp_path) as process:
+            assert process.wait(120) == 2, (tmp_path / "up.log").read_text()
+        group.limit(asked + 8 << 20)
+        with up(group, tmp_path) as process:
+            state: dict[str, Any] = {}
+            deadline_s = time.monotonic() + 120
+            while not state.get("is_ready"):
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.2)
+                with suppress(FileNotFoundError):
+                    state = json.loads((tmp_path / "tandem" / "little.json").read_text())
+            found = asyncio.run(statuses(f"http://{state['http']}", 100))
+            assert process.poll() is None
+        assert group.kills == 0
+    assert set(found) <= {200, 429, 503}
+    assert found[200] > 0

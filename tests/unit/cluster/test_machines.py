@@ -45,7 +45,7 @@ def test_a_worker_that_needs_a_partner_opens_a_machine_only_for_one_that_is_to_c
     assert beside_partner([replace(fresh, free={"CPU": 9.0, "GPU": 1.0})], *pair, 1) is None  # no room for both
 
 
-@settings(max_examples=5000)
+@settings(max_examples=1000)
 @given(st.data())
 def test_with_colocation_required_no_machine_ends_with_workers_of_one_role(data: st.DataObject) -> None:
     """In whatever order they come. One that no machine takes now may be taken later."""

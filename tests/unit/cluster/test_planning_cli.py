@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import planner.devices
 from cluster.cli.commands.planning.inputs import parse_arrivals
 from cluster.cli.main import app
 from tandem.config.spec import ClusterSpec
@@ -16,6 +18,8 @@ from tandem.errors import ConfigError, InputError, TandemError
 
 TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--requests", "60"]
 MODEL = ["--model", "llama-3-8b", "--device", "h100"]
+VALUES = ["--source", "org/model", "--values", "never.yaml"]
+SPARSE = ["--model", "mixtral-8x7b", "--device", "h200"]
 
 
 def run(*arguments: str) -> Result:
@@ -60,7 +64,7 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     assert "The plan:" in first.stdout
     head = first.stdout.splitlines()[0]
     assert "for synthetic, " in head
-    assert "requests/s (the busiest 50 of 60 requests)" in head
+    assert "requests/s (the busiest 50 of 60 requests: 12 s from second 3)" in head
     assert first.stdout.count("synthetic") == 1
     spec = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"])
     assert spec.models[0].source == "/models/llama"
@@ -71,21 +75,123 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     assert state.read_text() == lines  # nothing was simulated again
 
 
+def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:
+    goal = ["--ttft", "0.5", "--tpot", "0.01", "--devices", "1", "--simulated", "50", "--step-tokens", "2048"]
+    planned = run("plan", *TRAFFIC, *MODEL, *goal, "--jobs", "1", "--growth", "0.1", "--json")
+    lasts = json.loads(planned.stdout)["headroom"]
+    assert (lasts["of"], lasts["growth"]) == ("the plan", 0.1)
+    shown = run("plan", *TRAFFIC, *MODEL, *goal, "--jobs", "1", "--max-load", "--growth", "0.1").stdout
+    assert f"largest load for up to 1 x h100: x {lasts['load']:g}, " in shown, "one device has one layout"
+    assert f"at load x {lasts['missed_at']:g} the goal is missed" in shown
+    assert f"traffic that grows by 10 % a month reaches it after {lasts['months']:.1f} months" in shown
+    assert f"note: load x {lasts['load']:g}\n" in shown
+
+
+def test_the_rows_of_one_model_are_simulated(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("time,model,input_tokens,output_tokens\n" + "".join(f"{at},m{at % 3},100,9\n" for at in range(30)))
+    everything = json.loads(run("simulate", str(log), *MODEL, "--json").stdout)
+    assert everything["requests"] == 30
+    assert everything["notes"][0].startswith("model has 3 values (m0 33.3%, m1 33.3%, m2 33.3%)")
+    chosen = json.loads(run("simulate", str(log), *MODEL, "--where", "model=m1", "--json").stdout)
+    assert chosen["requests"] == 10
+    assert chosen["notes"][0] == "rows with model=m1: 10 of 30"
+
+
+@pytest.mark.parametrize("option", ["--report", "--values", "--state"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path, option: str) -> None:
+    for path in (tmp_path / "nowhere" / "file", tmp_path):
+        result = run("plan", *TRAFFIC, *MODEL, "--ttft", "1", option, str(path), "--source", "/models/llama")
+        assert isinstance(result.exception, InputError)
+        assert result.exception.message == f"{option}: expected a file that can be written, got {path}"
+
+
+def test_a_device_without_a_price_is_not_the_cheapest_of_several(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    text = (Path(planner.devices.__file__).parent / "h100.yaml").read_text().replace("name: h100", "name: mine")
+    mine.write_text("".join(line for line in text.splitlines(keepends=True) if "price" not in line))
+    result = run("plan", *TRAFFIC, "--model", "llama-3-8b", "--device", f"h100,{mine}", "--ttft", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert "--device: mine: price_per_hour: expected a price" in result.exception.message
+
+
 def test_a_goal_that_nothing_meets_has_an_exit_code_of_its_own() -> None:
     result = run("plan", *TRAFFIC, *MODEL, "--ttft", "0.001", "--devices", "2", "--jobs", "1", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["miss"]["limit"] == "prefill_time"
 
 
+@pytest.mark.slow
+def test_of_several_devices_the_cheapest_is_the_plan() -> None:
+    """The dearer ones, and those that the model does not fit on, are beside it."""
+    goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "1", "--simulated", "50", "--step-tokens", "2048"]
+    both = ["--model", "llama-3-8b", "--device", "h200,h100"]
+    found = json.loads(run("plan", *TRAFFIC, *both, *goal, "--jobs", "1", "--json").stdout)
+    assert [each["device"] for each in found["choices"]] == ["h100", "h200"]
+    assert found["device"] == "h100"
+    prices = [each["per_hour"] for each in found["choices"]]
+    assert prices == sorted(prices)
+    assert [each["devices"] for each in found["choices"]] == [1, 1]
+    told = json.loads(
+        run("plan", *TRAFFIC, *both, *goal, "--jobs", "1", "--json", "--price", "h100=9.5, H200=3.25").stdout
+    )
+    assert [(each["device"], each["per_hour"]) for each in told["choices"]] == [("h200", 3.25), ("h100", 9.5)]
+    large = ["--model", "llama-3-70b", "--device", "h100,h200", *goal]
+    result = run("plan", *TRAFFIC, *large, "--jobs", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert "does not fit on 1 x h100" in result.exception.message
+    one_fits = ["--model", "llama-3-70b", "--device", "h100,b200", *goal, "--ttft", "9", "--tpot", "0.2"]
+    shown = run("plan", *TRAFFIC, *one_fits, "--jobs", "1")
+    assert shown.exit_code == 0, shown.output
+    assert "llama-3-70b on up to 1 x b200" in shown.stdout
+    assert "does not fit on 1 x h100" in " ".join(shown.stdout.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (
+            ["plan", *TRAFFIC, "--model", "llama-3-8b", "--device", "h100,h200", "--ttft", "1", "--price", "3"],
+            "--price: expected a price by device, such as h100=2.5,h200=2.5, got '3'",
+        ),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "h200=3"], "a device of --device (h100), got 'h200'"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "h100=3,H100=4"], "expected one price for h100"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "h100=cheap"], "dollars above 0, such as 2.5"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "h100=0"], "dollars above 0, such as 2.5"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "-1"], "dollars above 0, such as 2.5"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "h100=3,4"], "DEVICE=DOLLARS with commas"),
+        (
+            ["plan", *TRAFFIC, "--model", "llama-3-8b", "--device", "h100,", "--ttft", "1"],
+            "such as h100,h200, got 'h100,'",
+        ),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--confidence", "2"], "--confidence: expected a share"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--growth", "5"], "--growth: expected a share above 0"),
+        (["plan", *TRAFFIC, *MODEL, "--tpot", "1", "--growth", "0.1"], "--growth: expected --ttft with it"),
+        (["plan", *TRAFFIC, *MODEL, "--tpot", "1", "--max-load"], "--max-load: expected --ttft with it"),
+        (
+            ["plan", *TRAFFIC, "--model", "llama-3-8b", "--device", "h100,h200", "--ttft", "1", "--max-load"],
+            "--max-load: expected one --device with it, got h100,h200",
+        ),
         (["simulate", "no-such-file.csv", *MODEL], "expected a trace"),
         (["simulate", "synthetic", *MODEL], "--arrivals and --lengths"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--where", "model=a"], "--where: expected none with a synthetic"),
         (["simulate", *TRAFFIC, "--model", "gpt-9"], "llama-3-8b"),
         (["simulate", *TRAFFIC, "--model", "llama-3-8b", "--device", "abacus"], "a100"),
         (["simulate", *TRAFFIC, "--model", "llama-3-70b", "--device", "h100"], "expected more ranks than 1"),
-        (["simulate", *TRAFFIC, *MODEL, "--load", "0"], "factors above 0"),
+        (["simulate", *TRAFFIC, *MODEL, "--load", "0"], "--load: expected a factor above 0"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--load", "inf"], "--load: expected a factor above 0"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--price", "inf"], "--price: expected dollars"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--kv-bytes", "0"], "--kv-bytes: expected more than 0"),
+        (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--expert-bytes", "1"], "--expert-bytes: expected none"),
+        (["plan", *TRAFFIC, *SPARSE, "--ttft", "1", "--expert-bytes", "0"], "--expert-bytes: expected more than 0"),
+        (
+            ["plan", *TRAFFIC, *SPARSE, "--ttft", "1", "--expert-bytes", "1", *VALUES],
+            "--expert-bytes: expected experts of 2 bytes",
+        ),
+        (
+            ["plan", *TRAFFIC, "--model", "gpt-oss-20b", "--ttft", "1", *VALUES],
+            "--values: Tandem's engine does not serve gpt-oss-20b (it lacks attention sinks)",
+        ),
         (["simulate", *TRAFFIC, *MODEL, "--cost", "nothing.json"], "nothing.json"),
         (["plan", *TRAFFIC, *MODEL], "expected an objective"),
     ],
@@ -115,7 +221,7 @@ def test_a_width_that_the_model_cannot_be_cut_into_is_refused_by_its_field() -> 
     ("text", "said"),
     [
         ("", "got an empty file"),
-        ("name,age\n", "expected JSON lines or columns TIMESTAMP,ContextTokens,GeneratedTokens or"),
+        ("name,age\n", "expected JSON lines, or columns num_prefill_tokens,num_decode_tokens or"),
         ("prompt_tokens,output_tokens\n9,9\n", "expected --arrivals, such as poisson:2"),
     ],
 )
@@ -124,6 +230,22 @@ def test_a_file_that_is_no_trace_is_told_from_one_without_arrivals(tmp_path: Pat
     result = run("simulate", str(tmp_path / "t.csv"), *MODEL)
     assert isinstance(result.exception, InputError)
     assert said in str(result.exception)
+
+
+def test_a_model_with_experts_is_planned_by_those_that_its_tokens_choose() -> None:
+    """As fast as its active parameters make it, and no smaller than all of them."""
+
+    def simulated(model: str) -> dict[str, Any]:
+        result = run("simulate", *TRAFFIC, "--model", model, "--device", "h200", "--json")
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    sparse, dense = simulated("qwen3-30b-a3b"), simulated("qwen3-32b")
+    assert sparse["tpot_s"]["p50"] < 0.6 * dense["tpot_s"]["p50"]
+    assert "TPOT 14 % off measurements" in sparse["cost_model"]
+    lacking = simulated("gpt-oss-20b")["cost_model"]
+    assert lacking.endswith("Tandem's engine does not serve gpt-oss-20b: it lacks attention sinks")
 
 
 def test_a_cpu_serves_fp32_unless_told_otherwise() -> None:

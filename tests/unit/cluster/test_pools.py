@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.cli.commands.scaling import change_text
 from cluster.control.scaling.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change, ratio_split
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ConfigError
 
 P, D = Role.PREFILL, Role.DECODE

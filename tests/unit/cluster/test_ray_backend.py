@@ -94,7 +94,7 @@ SCRIPT = textwrap.dedent(
         while not gone(process.pid):
             await asyncio.sleep(0.1)
         earlier = ray.util.placement_group([{"CPU": 100}], name="c/worker-2", lifetime="detached")  # there is no room
-        await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 10)
+        await asyncio.wait_for(backend.place("worker-2", [Resources(cpus=100)]), 30)
         await backend.release("worker-2")
         await backend.close()
         for pid in (first.pid, second.pid, again.pid):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from cluster.backends.ray_env import prepare_local_ray
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 
 FILES = TlsSpec(cert="/c/{role}.pem", key="/c/{role}.key", ca="/c/ca.pem")
 

@@ -48,5 +48,5 @@ def test_a_part_that_is_frozen_is_named_and_everything_ends(folder: Path, part: 
             assert head.wait(30) == 1
         finally:
             head.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert command_lines(alive) == []

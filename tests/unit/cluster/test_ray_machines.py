@@ -20,7 +20,7 @@ SCRIPT = textwrap.dedent(
     from cluster.backends.protocol import Resources, Where
     from cluster.backends.ray_backend import RayBackend
     from cluster.keeper.keeper import Keeper
-    from tandem.config.spec import Colocate
+    from tandem.config.model import Colocate
     from tandem.errors import ConfigError
 
     GPU = (Resources(cpus=0.1, gpus=1.0),)
@@ -75,6 +75,7 @@ SCRIPT = textwrap.dedent(
             assert "beside workers of the other role (colocate: require)" in error.message, error.message
         await backend.place("p-0", wide, Where(("pairs",), Colocate.PREFER, (), ("d-0",), GPU))
         # A worker without room is what Ray's autoscaler counts, and waits for the node that this brings.
+        backend._place_timeout_s = 120.0
         waiting = asyncio.create_task(backend.place("late", GPU, Where(node_groups=("late",))))
         while not get_cluster_status(nodes.address).resource_demands.placement_group_demand:
             await asyncio.sleep(0.1)

@@ -54,7 +54,7 @@ def test_writers_of_the_session_are_killed_and_nobody_else(tmp_path: Path, holde
     assert watcher.stdin is not None
     assert writer.poll() is None
     watcher.stdin.close()  # the head has ended
-    assert writer.wait(10) == -signal.SIGKILL
+    assert writer.wait(60) == -signal.SIGKILL
     assert [each.poll() for each in spared] == [None, None, None]
 
 

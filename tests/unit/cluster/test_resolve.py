@@ -14,8 +14,21 @@ from typing import Any
 import pytest
 
 from cluster.devices import Gpu, GpuReport
-from cluster.spec.resolve import check_ports, free_ports, needed_bytes, port_is_free, resolve
-from tandem.config.spec import ClusterSpec, ModelSpec
+from cluster.spec import resolve as resolve_module
+from cluster.spec.resolve import (
+    ACTOR_BYTES,
+    RAY_BYTES,
+    ROUTER_BYTES,
+    check_memory,
+    check_ports,
+    free_ports,
+    needed_bytes,
+    port_is_free,
+    resolve,
+    resolve_models,
+)
+from tandem.config.model import ModelSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.testing.models import write_tiny_llama
 
@@ -117,6 +130,32 @@ def test_a_width_that_does_not_fit_names_those_that_do(make_spec: MakeSpec) -> N
 def test_memory_that_is_not_there_is_refused_with_numbers(make_spec: MakeSpec) -> None:
     with pytest.raises(InsufficientMemory, match="MiB are needed"):
         resolve(make_spec(engine={"kv_memory_bytes": 1 << 50}), quiet)
+
+
+def test_what_is_no_worker_counts_too(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(**more: Any) -> int:
+        spec = make_spec(control={"backend": "subprocess"} | more.pop("control", {}), **more)
+        return check_memory(spec, resolve_models(spec, quiet, fetch=False))
+
+    alone = needed()
+    index = 100 << 20
+    assert needed(router={"replicas": 3, "index_memory_bytes": index}) - alone == (
+        3 * (ROUTER_BYTES + index) - ROUTER_BYTES - (64 << 20)
+    )
+    assert alone - needed(redis={"mode": "none"}) == 256 << 20
+    assert needed(control={"backend": "ray"}) - alone == RAY_BYTES + 3 * ACTOR_BYTES
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: alone)
+    assert needed() == alone
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: alone - 1)
+    with pytest.raises(InsufficientMemory, match=r"kv_memory_bytes or the number of workers$"):
+        needed()
+
+
+def test_without_weights_on_the_host_routers_are_named(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(engine={"device": "cuda"}, router={"replicas": 2})
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: 0)
+    with pytest.raises(InsufficientMemory, match=r"^router\.replicas: .* for processes .* lower router\.replicas or "):
+        check_memory(spec, resolve_models(spec, quiet, fetch=False))
 
 
 @pytest.mark.parametrize("unset", [{"max_running_requests": 8}, {"kv_memory_bytes": None}])

@@ -37,13 +37,13 @@ class Notes:
 
 
 def scaler_of(workers: Workers, notes: Notes, *changes: Change) -> PoolScaler:
-    notes.scaler = PoolScaler(workers, ControlSpec(start_timeout_s=10.0), notes.note, poll_s=0.001)
+    notes.scaler = PoolScaler(workers, ControlSpec(start_timeout_s=60), notes.note, poll_s=0.001)
     notes.scaler.under_way[:] = changes
     return notes.scaler
 
 
 async def in_time(what: Awaitable[None]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await what
 
 
@@ -53,7 +53,7 @@ def epoch_of(slot: WorkerSlot) -> object:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -22,7 +22,7 @@ IDS = ["prefill-0", "decode-0", "decode-1"]
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -62,7 +62,7 @@ def restart_of(
     async def is_busy(slot: object) -> bool:
         return False
 
-    scaler = PoolScaler(workers, ControlSpec(start_timeout_s=10.0), poll_s=0.001)
+    scaler = PoolScaler(workers, ControlSpec(start_timeout_s=60), poll_s=0.001)
     monkeypatch.setattr(scaler, "_is_busy", is_busy)
     return RollingRestart(workers, StandInRouters(), scaler, note)  # type: ignore[arg-type]
 

@@ -126,7 +126,7 @@ async def test_nodes_that_have_lost_their_head_are_left_alone(caplog: pytest.Log
     with pytest.raises(UnavailableError, match="0 of 2 node/nodes pods ready"):
         await rollout(site, 0.05).run()
     assert site.deleted == [], "they have not noticed it yet"
-    broken = Rollout(site, site.unready, WANTED, 0.3, poll_s=0.001, broken_s=0.05)
+    broken = Rollout(site, site.unready, WANTED, 1.0, poll_s=0.001, broken_s=0.001)
     with pytest.raises(UnavailableError, match="of 2 node/nodes pods ready"):
         await broken.run()
     assert site.deleted == ["node-a", "node-b"], "not ready with a head for so long: broken themselves"

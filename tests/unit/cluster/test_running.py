@@ -85,7 +85,7 @@ async def start(
 
 async def pid_of_controller(controllers: Controllers, before: int = 0) -> int:
     """Of the first one after `before`."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             found = (await controllers.keeper.members()).get(CONTROLLER)
             for process in found.processes if found is not None else ():
@@ -138,7 +138,7 @@ async def test_a_bug_of_the_keeper_is_no_clean_end(start: Start, monkeypatch: py
 
     monkeypatch.setattr(controllers, "_is_final", fail)
     os.kill(await pid_of_controller(controllers), signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await controllers.stopped.wait()
     assert controllers.exit_code == 1
 
@@ -213,6 +213,6 @@ def test_a_killed_tandem_up_leaves_no_process(tmp_path: Path, backend: str) -> N
             assert program in programs
         assert ("gcs_server" in programs) == (backend == "ray")
         process.kill()
-        process.wait(10)
+        process.wait(60)
         _, alive = psutil.wait_procs(family, timeout=30)
         assert command_lines(alive) == []

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.cli.commands.up import UpFlags
 from cluster.spec.loader import assignments, load_spec
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 

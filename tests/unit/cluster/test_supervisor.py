@@ -40,7 +40,7 @@ async def test_a_killed_process_is_restarted_in_place(tmp_path: Path) -> None:
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP), agent))
     rank, before = pid_of(supervisor, "rank"), pid_of(supervisor, "agent")
     os.kill(before, signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any(p.name == "agent" and p.pid != before for p in supervisor.processes()):
             await asyncio.sleep(0.02)
     assert pid_of(supervisor, "rank") == rank
@@ -51,7 +51,7 @@ async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_pa
     supervisor = Supervisor("m", tmp_path / "logs")
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reason = (await supervisor.wait_end()).reason
     assert "m/rank ended with exit code 3: no room at all" in reason
     await supervisor.stop()
@@ -62,7 +62,7 @@ async def test_every_signal_that_ends_it_is_seen(tmp_path: Path, number: int, na
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP)))
     os.kill(pid_of(supervisor, "rank"), number)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await supervisor.wait_end()).reason.startswith(f"m/rank was killed by {name}")
     await supervisor.stop()
 
@@ -75,7 +75,7 @@ async def test_a_watch_that_fails_ends_the_member(tmp_path: Path, monkeypatch: p
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP)))
     os.kill(pid_of(supervisor, "rank"), signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await supervisor.wait_end()).reason == "m/rank could not be watched: LookupError: no text"
     await supervisor.stop()
 
@@ -96,7 +96,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
     monkeypatch.setattr(supervisor_module, "RESTART_DELAY_S", 0.01)
     os.kill(before, signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not any(process.pid != before for process in supervisor.processes()):
             await asyncio.sleep(0.02)
     assert (failures, supervisor.end) == (-1, None)
@@ -116,7 +116,7 @@ async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
     )
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", script))))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         reason = (await supervisor.wait_end()).reason
     assert reason.startswith("m/rank was killed by SIGKILL")
     assert ("65536" in reason) == is_told
@@ -131,7 +131,7 @@ async def test_a_log_is_bounded_and_goes_on_at_its_new_end(tmp_path: Path, monke
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", script))))
     path, older = tmp_path / "logs" / "m.rank.log", tmp_path / "logs" / "m.rank.log.1"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (older.exists() and older.stat().st_size > 20_000):
             await asyncio.sleep(0.01)
         while not 0 < path.stat().st_size < 20_000:
@@ -156,7 +156,7 @@ def test_a_log_on_a_full_disk_is_bounded_without_a_copy(tmp_path: Path, monkeypa
 async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=("/no/such/program",))))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert "No such file" in (await supervisor.wait_end()).reason
     await supervisor.stop()
 
@@ -177,12 +177,12 @@ async def test_a_process_has_its_own_time_to_end(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     stubborn = (sys.executable, "-c", "import signal, time; signal.signal(15, 1); print(flush=True); time.sleep(60)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=stubborn, stop_grace_s=0.3)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (tmp_path / "logs" / "m.rank.log").read_text():
             await asyncio.sleep(0.02)
     started_s = asyncio.get_running_loop().time()
     await supervisor.stop()
-    assert 0.3 <= asyncio.get_running_loop().time() - started_s < 4.0
+    assert 0.3 <= asyncio.get_running_loop().time() - started_s < 5.0, "the usual time"
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def timeline(app: TopApp) -> str:
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
     """Raises TimeoutError."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await pilot.pause(0.02)
 

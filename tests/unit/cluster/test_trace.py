@@ -89,6 +89,11 @@ def test_the_account_is_below() -> None:
     assert "moved: 3.1 MB in 6 pieces, 4 blocks over mapped, tcp" in text
     assert "overlap: 67 %" in text
     assert "17.0 ms" in text
+    assert "proposed" not in text
+
+
+def test_what_was_proposed_is_told() -> None:
+    assert "proposed tokens: 5 accepted, 3 unused" in drawn(fixed(accepted_tokens=5, unused_tokens=3))
 
 
 def test_failed_attempts_say_their_cause() -> None:

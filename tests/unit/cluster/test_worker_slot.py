@@ -22,7 +22,8 @@ from cluster.control.worker_slot import (
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
 from worker.exit_codes import GPU_LOST_EXIT_CODE
@@ -71,7 +72,7 @@ def at(members: Sequence[MemberHandle]) -> Place:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -18,7 +18,8 @@ from cluster.control.worker_slot import EpochSettings
 from cluster.control.workers import Workers
 from cluster.keeper.members import MemberEnd, MemberStart, RunningMember
 from cluster.spec.resolve import ResolvedCluster, resolve_models
-from tandem.config.spec import ClusterSpec, Colocate, ControlSpec, ModelSpec, Role
+from tandem.config.model import Colocate, ModelSpec, Role
+from tandem.config.spec import ClusterSpec, ControlSpec
 from tandem.errors import ConfigError, IncompatiblePools, IncompatibleVersions, UnavailableError
 from tandem.rpc.versions import Versions
 from tandem.testing.models import write_tiny_llama
@@ -162,6 +163,17 @@ async def test_a_role_change_takes_a_worker_whose_node_allows_both(tmp_path: Pat
     await workers.close()
 
 
+async def test_a_model_with_batches_gets_no_prefill_worker(tmp_path: Path) -> None:
+    cluster, backend = resolved(tmp_path, prefill={"workers": 0}, engine={"batching": "static"}), FakeBackend()
+    workers = Workers(cluster, backend, None)
+    await workers.start(EpochSettings(cluster.spec, "127.0.0.1:1", None, tmp_path / "run"))
+    scaler = PoolScaler(workers, ControlSpec(), poll_s=0.01)
+    with pytest.raises(ConfigError, match=r"engine\.batching: expected continuous with prefill workers, got static"):
+        await scaler.scale("", 1, 1)
+    assert scaler.sizes("") == (0, 1)
+    await workers.close()
+
+
 async def test_every_worker_of_the_spec_is_placed_and_none_is_ready_yet(workers: Workers, backend: FakeBackend) -> None:
     assert set(backend.placed) == {"prefill-0", "decode-0", "decode-1"}
     directory = workers.directory.snapshot()
@@ -252,7 +264,7 @@ async def test_a_worker_without_a_place_does_not_keep_others_from_being_taken_ov
     for worker_id in ("prefill-0", "decode-0", "decode-1"):
         workers.register(info(workers, worker_id))
     (running,) = backend.placed["decode-0"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not running.starts:
             await asyncio.sleep(0.005)
     slow = {"decode-1": asyncio.Event(), "prefill-0": asyncio.Event()}
@@ -264,13 +276,13 @@ async def test_a_worker_without_a_place_does_not_keep_others_from_being_taken_ov
         assert listed == {"prefill-0", "decode-0", "decode-1"}, "at once: routers drop what the directory lacks"
         slow["decode-1"].set()
         missing = after.slots["decode-1"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while missing.state is not WorkerState.RESTARTING:
                 await asyncio.sleep(0.005)
         assert missing.reason == "its epoch could not be run: decode-1: no room"
         assert {each.worker_id for each in after.directory.snapshot().workers} == {"prefill-0", "decode-0"}
         later.full = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not later.placed.get("decode-1") or not later.placed["decode-1"][0].starts:
                 await asyncio.sleep(0.005)
         assert (running.starts, running.stops) == (1, 0)

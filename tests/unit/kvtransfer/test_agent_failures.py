@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +30,14 @@ from kvtransfer.control import (
     Sent,
     SetPeers,
 )
+from kvtransfer.testing.agent import faults_of
 from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
 from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
 QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
+HANG_S = 60.0
+SLOW_S = 0.6
 
 
 def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
@@ -41,7 +45,7 @@ def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
     return ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())
 
 
-SLOW = faulty("place", "delay", delay_s=0.6)
+SLOW = faulty("place", "delay", delay_s=SLOW_S)
 
 
 async def pair(
@@ -74,13 +78,29 @@ async def assert_works(prefill: FakeWorker, decode: FakeWorker) -> None:
     assert handoff.arrived()
 
 
-def started(prefill: FakeWorker, decode: FakeWorker, *, tokens: int = 27, ttl_s: float = 10.0) -> Handoff:
+def started(prefill: FakeWorker, decode: FakeWorker, *, tokens: int = 27, ttl_s: float = 30.0) -> Handoff:
     """A handoff in the middle: its first blocks were pushed, more is to come."""
     handoff = Handoff.make(prefill, decode, tokens=tokens, ttl_s=ttl_s)
     handoff.open_receive()
     handoff.open_send()
     handoff.compute(0, 3)
     return handoff
+
+
+async def until_pushed(handoff: Handoff) -> None:
+    """Until the first blocks of a `started` handoff are there, so that its ticket was accepted by every rank."""
+    async with asyncio.timeout(HANG_S):
+        while not all(rank.holds(handoff.kv, handoff.target_ids[:3]) for rank in handoff.decode.ranks):
+            await asyncio.sleep(0.01)
+
+
+async def until_slow_write(rank: FakeRank) -> float:
+    """Until a `SLOW` write is under way. Returns the wall clock's time of its beginning."""
+    noted = faults_of(rank.socket_path)
+    async with asyncio.timeout(HANG_S):
+        while not noted.exists():
+            await asyncio.sleep(0.01)
+    return noted.stat().st_mtime
 
 
 @pytest.mark.parametrize("point", ["digest", "memory"])
@@ -168,7 +188,7 @@ async def test_an_expired_lease_refuses_its_ticket(make_worker: MakeWorker) -> N
 
 
 async def test_a_prefill_that_stalls_ends_at_the_deadline_on_both_sides(make_worker: MakeWorker) -> None:
-    prefill, decode = await pair(make_worker, decode={"ttl_s": 0.5})
+    prefill, decode = await pair(make_worker, decode={"ttl_s": 2.0})  # in which the ticket must arrive
     handoff = started(prefill, decode, ttl_s=5.0)
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
     assert failed.cause == "deadline"
@@ -196,8 +216,8 @@ async def test_a_restarted_peer_on_the_same_path_is_not_taken_for_the_old_one(ma
 async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, decode={"launcher": SLOW})
     handoff = started(prefill, decode)
-    await asyncio.sleep(0.2)  # a slow write is under way
     rank = decode.ranks[0]
+    await until_slow_write(rank)
     rank.send_as_leader(CloseReceive(handoff.ticket_id))
     await rank.expect(ReceiveClosed, ticket_id=handoff.ticket_id)
     rank.pool.blocks[...] = 0xEE
@@ -211,11 +231,10 @@ async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> N
 async def test_closing_a_send_waits_for_the_receiver(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, decode={"launcher": SLOW})
     handoff = started(prefill, decode)
-    await asyncio.sleep(0.2)  # the receiver is reading our blocks
-    began_s = asyncio.get_running_loop().time()
+    began_s = await until_slow_write(decode.ranks[0])  # the receiver is reading our blocks
     prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
     await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id)
-    assert asyncio.get_running_loop().time() - began_s > 0.2
+    assert time.time() - began_s > 0.9 * SLOW_S
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
     assert failed.cause == "cancelled"
 
@@ -223,7 +242,7 @@ async def test_closing_a_send_waits_for_the_receiver(make_worker: MakeWorker) ->
 async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, prefill={"tp": 2})
     handoff = started(prefill, decode)
-    await asyncio.sleep(0.3)  # both ranks were accepted
+    await until_pushed(handoff)
     prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
     await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id)
     assert (await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"
@@ -247,7 +266,7 @@ async def test_a_killed_peer_is_noticed_at_once_and_its_next_life_works(
     options: dict[str, object] = {"transport": transport, "ttl_s": 30.0}
     prefill, decode = await pair(make_worker, prefill=options, decode=options)
     handoff = started(prefill, decode, ttl_s=30.0)
-    await asyncio.sleep(0.3)
+    await until_pushed(handoff)
     dead: FakeRank = (prefill if victim == "prefill" else decode).ranks[0]
     os.kill(dead.process.pid, signal.SIGKILL)
     dead.process.wait()
@@ -260,7 +279,7 @@ async def test_a_killed_peer_is_noticed_at_once_and_its_next_life_works(
         prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
         await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     dead.start_agent()
-    where = await dead.expect(Attached, timeout_s=10.0)
+    where = await dead.expect(Attached)
     assert dead.lost == 1
     (prefill if victim == "prefill" else decode).attached[0] = where
     prefill.set_peers_of(decode)
@@ -322,14 +341,14 @@ async def test_the_agent_dies_with_its_rank(make_worker: MakeWorker) -> None:
     decode = make_worker("decode-0")
     await decode.attach()
     decode.ranks[0].disconnect()
-    assert await asyncio.to_thread(decode.ranks[0].process.wait, 5.0) == 0
+    assert await asyncio.to_thread(decode.ranks[0].process.wait, HANG_S) == 0
 
 
 async def test_sigterm_ends_the_agent_cleanly(make_worker: MakeWorker) -> None:
     decode = make_worker("decode-0")
     await decode.attach()
     decode.ranks[0].process.terminate()
-    assert await asyncio.to_thread(decode.ranks[0].process.wait, 5.0) == 0
+    assert await asyncio.to_thread(decode.ranks[0].process.wait, HANG_S) == 0
 
 
 async def test_an_agent_with_mapped_links_stays_small_and_knows_no_torch(make_worker: MakeWorker) -> None:

@@ -165,7 +165,7 @@ async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     """Half are cancelled and their blocks are reused at once; the pools are so small that reuse is immediate."""
     count = soak(1000, 150 if transport == "mapped" else 40)
     slow = faulty(FaultSettings(seed=4, rate=0.3, kinds=("delay",), points=("place", "fetch", "push"), delay_s=0.004))
-    prefill, _ = await pair(cluster, transport=transport, num_blocks=4 * 7, prefill=slow, decode=slow)
+    prefill, _ = await pair(cluster, transport=transport, num_blocks=4 * 7, ttl_s=60.0, prefill=slow, decode=slow)
     await prefill.linked()
     choose = random.Random(5)
 
@@ -202,7 +202,7 @@ async def test_a_storm_of_cancellations_leaks_nothing(cluster: FakeCluster, soak
 @pytest.mark.acceptance(33, here="stand-ins, 3 s", soak="300 s")
 async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster, soak: Soak) -> None:
     load_s = soak(300, 3)
-    options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 5.0}
+    options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 60.0}
     members = [await cluster.start(name, **options) for name in ("decode-0", "decode-1")]
     await asyncio.gather(*(member.linked() for member in members))
     ways = [("decode-0", "decode-1"), ("decode-1", "decode-0")]

@@ -203,7 +203,7 @@ RECEIVER_STAGES = ("prepare", "join", "probed", "accept", "fetch", "place", "ack
 @pytest.mark.parametrize(
     ("victim", "stage"),
     [
-        pytest.param(victim, stage, marks=[] if stage in ("push", "place") else pytest.mark.slow)
+        pytest.param(victim, stage, marks=[] if stage == "place" else pytest.mark.slow)
         for victim, stages in (("prefill", SENDER_STAGES), ("decode", RECEIVER_STAGES))
         for stage in stages
     ],

@@ -92,8 +92,8 @@ def assert_quiet(capfd: pytest.CaptureFixture[str], *workers: FakeWorker) -> Non
 
 
 async def pair(make_worker: MakeWorker, model: FakeModel | None = None) -> tuple[FakeWorker, FakeWorker]:
-    prefill = make_worker("prefill-0", model, connects=True, ttl_s=3.0)
-    decode = make_worker("decode-0", model, ttl_s=3.0)
+    prefill = make_worker("prefill-0", model, connects=True, ttl_s=10.0)
+    decode = make_worker("decode-0", model, ttl_s=10.0)
     await prefill.attach()
     await decode.attach()
     prefill.set_peers_of(decode)
@@ -134,7 +134,7 @@ def make_hello(sender: FakeWorker, receiver: FakeWorker, transport: str) -> Hell
 
 def connect(raw: socket.socket, address: str | tuple[str, int]) -> None:
     """Waits while the agent has more connections to accept than its backlog holds."""
-    for _ in range(500):
+    for _ in range(6000):
         try:
             return raw.connect(address)
         except BlockingIOError:
@@ -144,7 +144,7 @@ def connect(raw: socket.socket, address: str | tuple[str, int]) -> None:
 
 def send_and_leave(address: str | tuple[str, int], data: bytes, fds: list[int] | None = None) -> None:
     with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as raw:
-        raw.settimeout(5.0)
+        raw.settimeout(60.0)
         connect(raw, address)
         with contextlib.suppress(ConnectionError, TimeoutError):
             if fds:
@@ -208,7 +208,7 @@ class RawLink:
     def open(self) -> None:
         self.raw.close()
         self.raw = socket.socket(socket.AF_UNIX)
-        self.raw.settimeout(5.0)
+        self.raw.settimeout(60.0)
         connect(self.raw, self._path)
         probe = os.memfd_create("probe")
         os.write(probe, bytes(4096))

@@ -102,7 +102,9 @@ async def test_a_thread_that_does_not_come_back_is_reported() -> None:
     waiting = asyncio.create_task(thread.run(wait, started, release, 30.0))
     await asyncio.to_thread(started.wait, 30.0)
     thread.close()
-    await asyncio.sleep(HANG_GRACE_S + 0.1)
+    async with asyncio.timeout(30.0):
+        while not hung:
+            await asyncio.sleep(0.01)
     assert hung == ["link-a"]
     release.set()
     await waiting

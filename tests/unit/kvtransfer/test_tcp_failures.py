@@ -47,7 +47,7 @@ MakeWorker = Callable[..., FakeWorker]
 Authority = Callable[[str], Any]
 ByHand = Callable[..., Awaitable["HandSender"]]
 QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
-IDLE_S = 1.0
+IDLE_S = 2.0  # in which a ticket must arrive
 LARGE = FakeModel(layers=8, kv_heads=8, block_tokens=16, head_dim=128)  # 1 MiB for each block
 
 
@@ -77,7 +77,7 @@ class HandSender:
             model.kv_heads, model.fingerprint, layout, (0, model.kv_heads, 0, 0), True,
         )  # fmt: skip
         await send_first(raw, encode(hello), [])
-        self.welcome = await receive_answer(raw, 5.0)
+        self.welcome = await receive_answer(raw, QUICK_S)
         self.stream = await FrameStream.over(raw)
         self._opened.callback(self.stream.close)
         return self.welcome
@@ -87,7 +87,7 @@ class HandSender:
         return join_address(split_address(self.decode.attached[0].tcp_address)[0], self.welcome.data_port or 0)
 
     async def connect_data(self) -> None:
-        self.data = await connect_data(self.data_address, self.welcome.data_token, None, 5.0)
+        self.data = await connect_data(self.data_address, self.welcome.data_token, None, QUICK_S)
         self._opened.callback(self.data.close)
         probe = secrets.token_bytes(4096)
         self.stream.send(Header(FrameType.PROBE))
@@ -168,11 +168,12 @@ async def pair(
     return sender, receiver
 
 
-def begin(prefill: FakeWorker, decode: FakeWorker, tokens: int) -> Handoff:
+def begin(prefill: FakeWorker, decode: FakeWorker, tokens: int, *, left: int = 0) -> Handoff:
+    """Exports all blocks but the last `left`."""
     handoff = Handoff.make(prefill, decode, tokens=tokens, ttl_s=30.0)
     handoff.open_receive()
     handoff.open_send()
-    handoff.export_cached(0, handoff.kv.blocks)
+    handoff.export_cached(0, handoff.kv.blocks - left)
     return handoff
 
 
@@ -295,8 +296,10 @@ async def test_an_agent_killed_in_a_transfer_is_noticed_at_once(
     prefill, decode = await pair(make_worker, LARGE, prefill=options, decode=options)
     await prefill.linked()
     dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
-    handoff = begin(prefill, decode, 96 * 16)
-    await asyncio.sleep(0.03)  # in the middle of some 100 MB
+    handoff = begin(prefill, decode, 96 * 16, left=1)  # it cannot end before the kill
+    async with asyncio.timeout(QUICK_S):
+        while not decode.ranks[0].pool.blocks[handoff.target_ids[0]].any():
+            await asyncio.sleep(0.001)
     os.kill(dead.ranks[0].process.pid, signal.SIGKILL)
     kind: type[ReceiveFailed | SendFailed] = ReceiveFailed if victim == "prefill" else SendFailed
     failed = await alive.ranks[0].expect(kind, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)

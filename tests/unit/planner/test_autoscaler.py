@@ -21,7 +21,9 @@ from planner.autoscaler import (
 from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes, forecast, forecasts
 from router.policies.pace import BATCH_SIZES, Pace
 from tandem.config.autoscaler import AutoscalerSpec
-from tandem.config.spec import ClassSpec, Disaggregation, ModelSpec, PolicyName, RouterSpec
+from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec
+from tandem.config.router import ClassSpec, Disaggregation, PolicyName, RouterSpec
 
 # A worker prefills 4,000 tokens/s; a token takes 20 ms alone and 40 ms in a batch of 32.
 PACE = Pace(1 / 4000, 0.001, 20e-6, tuple(0.02 * (1 + batch / 32) for batch in BATCH_SIZES))
@@ -106,6 +108,29 @@ def test_what_a_decode_worker_computes_is_missing_to_its_answers() -> None:
     assert forecast(PoolSizes(0, 3), LONG_PROMPTS, CAN, 1.0) == forecasts(PoolSizes(0, 3), LONG_PROMPTS, CAN)[0]
 
 
+MIXED = ModelLoad(requests_per_s=2, uncached_tokens=3000, context_tokens=3100, answer_tokens=100)
+
+
+def test_without_prefill_workers_the_time_of_prompts_is_taken_out_of_the_measured_tpot() -> None:
+    """Four workers spend 6,000 of 16,000 tokens/s on prompts: a step alone took 5/8 of what was measured."""
+    alone = CAN.without_prompts(PoolSizes(0, 4), MIXED)
+    assert alone.decode.tpot_s == pytest.approx([each * 5 / 8 for each in PACE.tpot_s])
+    assert alone.prefill == CAN.prefill
+    assert CAN.without_prompts(PoolSizes(1, 3), MIXED) is CAN
+
+
+def test_a_better_split_is_reached_over_a_worse_one() -> None:
+    """One prefill worker of four is too few for these prompts; two are not, and answers are slow without any."""
+    measured = replace(PACE, tpot_s=tuple(each * 8 / 5 for each in PACE.tpot_s))
+    view = PoolObservation(PoolSizes(0, 4), MIXED, replace(CAN, decode=measured))
+    policy = autoscaler(ScalingLimits((4, 4), (0, 4), (1, 4)), Objectives(ttft_s=6.0, tpot_s=0.025))
+    decision = settled(policy, view)
+    assert decision.target == PoolSizes(2, 2), decision.reason
+    over, one, two = (forecasts(PoolSizes(prefill, 4 - prefill), MIXED, CAN)[0] for prefill in range(3))
+    assert one.ttft_tail_s > 6.0 > two.ttft_tail_s
+    assert over.tpot_s > 0.025 > two.tpot_s
+
+
 def test_which_prompts_may_stay_on_a_decode_worker_is_what_the_router_is_told() -> None:
     assert LocalPrompts.of(RouterSpec()) == (32, 256, math.inf)
     assert LocalPrompts.of(RouterSpec(policy=PolicyName.RANDOM)) == (32, 32, 32)  # it predicts nothing
@@ -180,6 +205,8 @@ def test_without_limits_of_its_own_nothing_is_started_or_stopped() -> None:
     assert ScalingLimits.of(SPEC, model) == ScalingLimits((5, 5), (1, 5), (1, 5))
     aggregated = ModelSpec.model_validate({"prefill": {"workers": 0}, "decode": {"workers": 3}})
     assert ScalingLimits.of(AutoscalerSpec(max_workers=4), aggregated) == ScalingLimits((3, 4), (0, 4), (1, 4))
+    static = aggregated.model_copy(update={"engine": EngineSpec(batching="static")})
+    assert ScalingLimits.of(AutoscalerSpec(max_workers=4), static) == ScalingLimits((3, 4), (0, 0), (1, 4))
 
 
 loads = st.builds(

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost import CostModel, DeviceShape, LinkShape, ModelShape, RooflineCostModel
+from planner.cost import (
+    CostModel,
+    PrefillWork,
+    RooflineCostModel,
+    StretchedCostModel,
+)
+from planner.shapes import DeviceShape, LinkShape, ModelShape
 from tandem.errors import ConfigError
 
 LLAMA_3_8B = ModelShape(
@@ -57,6 +63,21 @@ def test_large_decode_batches_are_bound_by_arithmetic() -> None:
     assert doubled == pytest.approx(2.0)
 
 
+def test_weights_in_fp8_are_multiplied_at_its_peak_and_attention_is_not() -> None:
+    fp8 = replace(ROOFLINE, device=replace(H200, weight_flops_per_s=2 * H200.flops_per_s))
+    assert fp8.prefill_s(4096, 0) - ROOFLINE.prefill_s(4096, 0) / 2 == pytest.approx(
+        2 * LLAMA_3_8B.layers * LLAMA_3_8B.heads * LLAMA_3_8B.head_dim * 4096**2 / H200.flops_per_s / 2
+    )
+    assert fp8.decode_step_s(8, 0) == ROOFLINE.decode_step_s(8, 0), "bound by memory"
+
+
+def test_partial_sums_cross_the_fabric_in_the_format_of_activations() -> None:
+    wide = replace(ROOFLINE, tp=2, fabric=NVLINK)
+    narrow = replace(wide, model=replace(LLAMA_3_8B, weight_bytes=1.0))
+    alone = [replace(each, fabric=None).prefill_s(4096, 0) for each in (wide, narrow)]
+    assert wide.prefill_s(4096, 0) - alone[0] == pytest.approx(narrow.prefill_s(4096, 0) - alone[1])
+
+
 def test_one_token_of_prefill_costs_no_less_than_reading_the_weights() -> None:
     assert ROOFLINE.prefill_s(1, 0) >= LLAMA_3_8B.weights_bytes / H200.memory_bytes_per_s
 
@@ -87,6 +108,18 @@ def test_half_the_utilisation_takes_twice_as_long() -> None:
     slow = replace(ROOFLINE, device=replace(H200, mfu=0.5, mbu=0.5))
     assert slow.prefill_s(1000, 0) == pytest.approx(2 * ROOFLINE.prefill_s(1000, 0))
     assert slow.decode_step_s(4, 1000) == pytest.approx(2 * ROOFLINE.decode_step_s(4, 1000))
+
+
+def test_stretched_steps_take_longer_and_transfers_do_not() -> None:
+    slow = StretchedCostModel(ROOFLINE, 1.5)
+    work = [PrefillWork(300, 100)]
+    for found, base in (
+        (slow.prefill_s(300, 100), ROOFLINE.prefill_s(300, 100)),
+        (slow.decode_step_s(8, 4000), ROOFLINE.decode_step_s(8, 4000)),
+        (slow.step_s(work, 8, 4000), ROOFLINE.step_s(work, 8, 4000)),
+    ):
+        assert found == 1.5 * base
+    assert slow.transfer_s(1 << 20) == ROOFLINE.transfer_s(1 << 20)
 
 
 def test_no_work_costs_nothing() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.cost import ConstrainedCostModel, CostModel, LinkShape, PrefillWork, RooflineCostModel
+from planner.cost import ConstrainedCostModel, CostModel, PrefillWork, RooflineCostModel
 from planner.devices import find_device, shipped_devices
 from planner.fitted import DecodePoint, PrefillPoint, fit, read_distserve, read_measured, read_splitwise, write_measured
 from planner.hardware import Hardware
 from planner.models import KNOWN, find_model
+from planner.shapes import LinkShape
 from tandem.errors import ConfigError
 
 LINK = LinkShape(1e9)

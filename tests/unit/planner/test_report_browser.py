@@ -18,8 +18,8 @@ import yaml
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
-from planner.search.halving import Effort
-from planner.search.plan import Goal, SearchOptions, make_plan
+from planner.search.goal import Goal
+from planner.search.plan import SearchOptions, make_plan
 from planner.search.report import html_report
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
@@ -53,10 +53,12 @@ def test_the_charts_are_drawn(tmp_path: Path) -> None:
     trace = synthetic_trace(100, Gamma(8.0), LengthSpec(800, 0.5), LengthSpec(40, 0.5), seed=1)
     goal = Goal(Slo(0.5, 0.03), 0.9, 2, (2048,))
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
-    plan = make_plan(trace, hardware, goal, SearchOptions(effort=Effort(60)))
+    plan = make_plan(trace, hardware, goal, SearchOptions(60))
     page = tmp_path / "report.html"
     page.write_text(html_report(plan, "roofline of h100"), encoding="utf-8")
     expect_charts(page, tmp_path)
+    chromium(page, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'page.pdf'}")
+    assert len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "page.pdf").read_bytes())) == 2
     chromium(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
     assert (tmp_path / "page.png").stat().st_size > 20_000
 

@@ -8,15 +8,16 @@ import pytest
 
 from planner.devices import find_device
 from planner.hardware import Hardware, setup_of_spec
-from planner.models import find_model
+from planner.models import ElementSizes, find_model
 from planner.simulator.setup import Setup
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
+from tandem.scheduler.batching import BatchRule
 
 
 def setup(element_bytes: float = 2.0, **model: Any) -> Setup:
     spec = ClusterSpec.model_validate({"models": [model], "control": {"backend": "subprocess"}})
-    hardware = Hardware(find_model("llama-3-8b", element_bytes=element_bytes), find_device("h100"))
+    hardware = Hardware(find_model("llama-3-8b", ElementSizes(element_bytes, element_bytes)), find_device("h100"))
     return setup_of_spec(spec, hardware, mean_prompt_tokens=1000.0, trace_block=None)
 
 
@@ -35,16 +36,37 @@ def test_each_pool_has_the_limits_of_its_own_engine() -> None:
     assert setup().can_change_roles
 
 
+def test_a_pool_has_the_memory_of_its_own_engine() -> None:
+    found = setup(engine={"kv_memory_bytes": 1 << 30}, prefill={"tp": 2, "engine": {"kv_memory_bytes": 2 << 30}})
+    assert found.prefill is not None
+    assert found.decode.kv_tokens == (1 << 30) // 131_072
+    assert found.prefill.kv_tokens == 4 * found.decode.kv_tokens, "twice as much in each of two ranks"
+
+
+def test_the_formats_of_the_spec_hold() -> None:
+    wide, narrow = setup(), setup(engine={"device": "cuda", "dtype": "bfloat16", "weights": "fp8", "kv_dtype": "fp8"})
+    assert narrow.decode.kv_tokens == pytest.approx((72 - 8.03) / (72 - 16.06) * 2 * wide.decode.kv_tokens, rel=0.01)
+    assert narrow.kv_token_bytes == wide.kv_token_bytes / 2
+
+
+def test_a_pool_batches_as_its_engine() -> None:
+    assert setup().decode.batches is None
+    engine = {"batching": "dynamic", "batching_window_s": 0.5, "max_running_requests": 9}
+    assert setup(engine=engine, prefill={"workers": 0}).decode.batches == BatchRule(9, 0.5, from_first=True)
+
+
 def test_a_rank_has_its_share_of_a_device() -> None:
     whole = setup(engine={"device": "cuda"}).decode
     half = setup(engine={"device": "cuda", "device_share": 0.5}).decode
     # Both hold the weights of 16 GB; 72 and 36 GB are for them and for KV.
     assert half.kv_tokens / whole.kv_tokens == pytest.approx((36 - 16.06) / (72 - 16.06), rel=0.01)
-    overhead_s = 0.002
-    for fast, slow in (
-        (whole.cost.prefill_s(2048, 0), half.cost.prefill_s(2048, 0)),
-        (whole.cost.decode_step_s(8, 8192), half.cost.decode_step_s(8, 8192)),
+    device = find_device("h100")
+    layers_s = 32 * device.layer_overhead_s  # which no share makes longer
+    for rows, fast, slow in (
+        (1, whole.cost.prefill_s(2048, 0), half.cost.prefill_s(2048, 0)),
+        (8, whole.cost.decode_step_s(8, 8192), half.cost.decode_step_s(8, 8192)),
     ):
+        overhead_s = layers_s + rows * device.row_overhead_s
         assert slow - overhead_s == pytest.approx(2 * (fast - overhead_s))
     assert half.cost.transfer_s(1 << 30) == whole.cost.transfer_s(1 << 30)
 

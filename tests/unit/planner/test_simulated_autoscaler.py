@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from planner.cost import DeviceShape, LinkShape, ModelShape, RooflineCostModel
+from planner.autoscaler import Autoscaler, PoolObservation, ScalingDecision
+from planner.cost import RooflineCostModel
+from planner.shapes import DeviceShape, LinkShape, ModelShape
+from planner.simulator.autoscaling import WINDOW_S
 from planner.simulator.result import SimResult
 from planner.simulator.setup import PoolSetup, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
 from tandem.config.autoscaler import AutoscalerSpec
-from tandem.config.spec import ClassSpec, RouterSpec
+from tandem.config.router import ClassSpec, RouterSpec
 
 PHASE_S = 40.0
 SLO = Slo(ttft_s=2.0, tpot_s=0.06)
@@ -34,17 +38,19 @@ def shifting(seed: int) -> TrafficTrace:
     return TrafficTrace("shifting", arrival_s - arrival_s[0], prompts, outputs)
 
 
-def run(prefill: int, decode: int, *, autoscale: bool = False, seed: int = 1) -> SimResult:
-    classes = (ClassSpec(name="interactive", ttft_slo_s=SLO.ttft_s, tpot_slo_s=SLO.tpot_s),)
+def run(
+    prefill: int, decode: int, *, autoscale: bool = False, slo: Slo = SLO, trace: TrafficTrace | None = None
+) -> SimResult:
+    classes = (ClassSpec(name="interactive", ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s),)
     setup = Setup(
-        PoolSetup(prefill, 1, COST, 60_000),
+        PoolSetup(prefill, 1, COST, 60_000) if prefill else None,
         PoolSetup(decode, 1, COST, 60_000),
         24,
         COST.model.kv_token_bytes,
         router=RouterSpec(classes=classes),
         autoscaler=AutoscalerSpec(enabled=autoscale),
     )
-    return simulate(shifting(seed), setup, SLO)
+    return simulate(shifting(1) if trace is None else trace, setup, slo)
 
 
 def goodput(result: SimResult) -> float:
@@ -59,3 +65,35 @@ def test_pools_that_follow_the_load_do_better_than_the_best_that_do_not() -> Non
     followed_s = [at_s - PHASE_S * (phase + 1) for phase, (at_s, _, _) in enumerate(scaled.role_changes)]
     assert all(0 < each <= 15 for each in followed_s), followed_s
     assert scaled.finished + scaled.rejected == scaled.requests
+
+
+def steady(rate: float, prompt: int, output: int, count: int) -> TrafficTrace:
+    random = np.random.default_rng(3)
+    at_s = np.cumsum(random.exponential(1 / rate, count))
+    return TrafficTrace("steady", at_s - at_s[0], random.poisson(prompt, count), 1 + random.poisson(output, count))
+
+
+def test_an_aggregated_cluster_gets_prefill_workers_when_answers_are_too_slow() -> None:
+    """With one of four workers for prompts, they would wait too long; with two, answers keep their pace."""
+    slo, trace = Slo(ttft_s=6.0, tpot_s=0.035), steady(3.0, 2200, 150, 400)
+    alone, scaled = (run(0, 4, autoscale=autoscale, slo=slo, trace=trace) for autoscale in (False, True))
+    assert [layout for _, *layout in scaled.role_changes][:1] == [[2, 2]], scaled.role_changes
+    assert goodput(scaled) >= 1.2 * max(goodput(alone), goodput(run(1, 3, slo=slo, trace=trace)))
+    assert scaled.pools.keys() == {"prefill", "decode"}
+
+
+def test_what_the_router_refuses_counts_as_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in production: those that it takes meet their objective, because it refuses the others."""
+    seen: list[PoolObservation] = []
+    decide = Autoscaler.decide
+
+    def looking(policy: Autoscaler, view: PoolObservation, now_s: float) -> ScalingDecision:
+        seen.append(view)
+        return decide(policy, view, now_s)
+
+    monkeypatch.setattr(Autoscaler, "decide", looking)
+    result = run(1, 1, autoscale=True, slo=Slo(ttft_s=1.5), trace=steady(4.0, 1500, 10, 500))
+    late = result.finished - (result.attainment.ttft or 0.0) * result.requests
+    assert result.rejected > 50 > 5 > late
+    missed = sum(each.measured.missed_ttft for each in seen) / (WINDOW_S / AutoscalerSpec().interval_s)
+    assert missed == pytest.approx(result.rejected, rel=0.3)

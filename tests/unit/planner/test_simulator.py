@@ -21,10 +21,11 @@ from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import PrefixBlocks, TrafficTrace
-from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ConfigError
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
+from tandem.scheduler.batching import BatchRule
 
 PER_TOKEN_S, STEP_S, BYTE_S, KV_BYTES, LAYERS, HOP_S = 1e-4, 0.01, 1e-9, 100_000, 10, 0.0003
 
@@ -118,6 +119,48 @@ def test_waiting_is_what_queueing_theory_says() -> None:
     expected_s = service_s + load * service_s / (2 * (1 - load))
     assert result.ttft_s.mean == pytest.approx(expected_s, rel=0.1)
     assert result.pools["decode"].busy == pytest.approx(load, rel=0.05)
+
+
+class TestBatching:
+    """Four requests at once, of 11 to 101 tokens, and one a moment later, on a worker that runs four."""
+
+    TRACE = one(100, 11, (0.0, 100, 41), (0.0, 100, 71), (0.0, 100, 101), (0.1, 100, 2))
+
+    def run(self, batches: BatchRule | None) -> SimResult:
+        base = setup_of(0, 1)
+        return simulate(self.TRACE, replace(base, decode=replace(base.decode, batches=batches, max_running_requests=4)))
+
+    def test_by_hand(self) -> None:
+        continuous, full = self.run(None), self.run(BatchRule(4, 0.5, from_first=False))
+        frames_s, prompt_s = 2 * HOP_S, 100 * PER_TOKEN_S
+        # The first one is computed alone, the next three beside its second token, the last when the first has ended.
+        first_s = prompt_s + frames_s, 4 * prompt_s + STEP_S + frames_s
+        last_s = 4 * prompt_s + 10 * STEP_S + prompt_s + STEP_S + frames_s - 0.1
+        assert continuous.ttft_s.mean == pytest.approx((first_s[0] + 3 * first_s[1] + last_s) / 5)
+        # All four at once, and the last when the longest has ended.
+        last_s = 4 * prompt_s + 100 * STEP_S + prompt_s + frames_s - 0.1
+        assert full.ttft_s.mean == pytest.approx((4 * (4 * prompt_s + frames_s) + last_s) / 5)
+
+    def test_a_batch_that_is_not_full_waits_for_its_window(self) -> None:
+        rest = 500 * PER_TOKEN_S + 100 * STEP_S + 2 * HOP_S
+        static, dynamic = (self.seconds_of_five(BatchRule(8, 0.5, from_first)) for from_first in (False, True))
+        assert static == pytest.approx(0.1 + 0.5 + rest, rel=0.01)
+        assert dynamic == pytest.approx(0.5 + rest, rel=0.01)
+
+    def seconds_of_five(self, batches: BatchRule) -> float:
+        base = setup_of(0, 1)
+        return simulate(self.TRACE, replace(base, decode=replace(base.decode, batches=batches))).seconds
+
+    def test_all_requests_end_under_load_and_with_shared_prompts(self) -> None:
+        """`simulate` checks that no block is left."""
+        setup = setup_of(0, 2)
+        small = replace(setup.decode, max_running_requests=8, kv_tokens=8_000)
+        outcomes = [
+            simulate(traffic(150, 20.0), replace(setup, decode=replace(small, batches=batches)))
+            for batches in (None, BatchRule(8, 0.2, from_first=True), BatchRule(8, 0.2, from_first=False))
+        ]
+        assert [each.finished for each in outcomes] == [150] * 3
+        assert outcomes[0].seconds < min(outcomes[1].seconds, outcomes[2].seconds)
 
 
 class TestShortcuts:
@@ -277,6 +320,16 @@ class TestRuns:
         result = simulate(traffic(rate=60.0), setup_of(1, 1), Slo(ttft_s=0.01), most_misses=20)
         assert not result.complete
         assert ended(result) < 200
+
+    @pytest.mark.parametrize("slo", [Slo(0.2, 0.012), Slo(ttft_s=0.2), Slo(tpot_s=0.012)])
+    def test_it_ends_with_the_first_miss_too_many(self, slo: Slo) -> None:
+        """A request that misses both objectives misses once."""
+        whole = simulate(traffic(rate=20.0), setup_of(1, 1), slo)
+        assert whole.attainment.joint is not None
+        misses = round(200 * (1 - whole.attainment.joint))
+        assert 0 < misses < 200
+        assert simulate(traffic(rate=20.0), setup_of(1, 1), slo, most_misses=misses) == whole
+        assert not simulate(traffic(rate=20.0), setup_of(1, 1), slo, most_misses=misses - 1).complete
 
 
 class TestLargePools:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.cost import DeviceShape, LinkShape, ModelShape, RooflineCostModel
+from planner.cost import RooflineCostModel
+from planner.shapes import DeviceShape, LinkShape, ModelShape
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.engine.step_work import StepWork, WorkShape
 from tandem.testing.models import write_tiny_llama
@@ -55,6 +56,6 @@ def test_of_experts_only_the_chosen_ones_count() -> None:
         experts=8, experts_per_token=2,
     )  # fmt: skip
     moved = [
-        sparse.memory_bytes(StepWork().with_chunk(0, tokens, decodes=False, samples=True)) for tokens in (1, 3, 4, 100)
+        sparse.memory_bytes(StepWork().with_chunk(0, tokens, decodes=False, samples=True)) for tokens in (1, 2, 100)
     ]
-    assert moved == [1100, 1300, 1400, 1400]
+    assert moved == pytest.approx([1100, 1000 + 50 * 3.5, 1400])  # a token of two chooses one of the other's by chance

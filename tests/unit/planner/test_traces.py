@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.jsonl import write_request_log
-from planner.traces.read import read_trace
+from planner.traces.read import read_trace, with_gap_noted
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import InputError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -55,6 +56,58 @@ class TestFormats:
         trace = read_trace(written(tmp_path, "a.csv", AZURE + rows))
         assert trace.arrival_s.tolist() == pytest.approx([0.0, 4.314579])
         assert trace.output_tokens.tolist() == [44, 109]
+
+    @pytest.mark.parametrize(
+        ("times", "notes"),
+        [
+            (("2026-11-01T10:00:00Z", "2026-11-01T10:00:02.5Z"), ()),
+            (("2026-11-01T12:00:00+02:00", "2026-11-01T10:00:02.5Z"), ()),
+            (("10", "12.5"), ("read as seconds",)),
+            (("1793527200.0", "1793527202.5"), ("read as seconds",)),
+            (("1793527200000", "1793527202500"), ("read as milliseconds",)),
+            (("1793527200000000", "1793527202500000"), ("read as microseconds",)),
+            (("1793527200000000000", "1793527202500000000"), ("read as nanoseconds",)),
+        ],
+        ids=["ISO", "zones", "seconds", "Unix", "ms", "us", "ns"],
+    )
+    def test_a_log_with_times_needs_no_arrivals(
+        self, tmp_path: Path, times: tuple[str, str], notes: tuple[str, ...]
+    ) -> None:
+        rows = f"Created_At,user,prompt_tokens,completion_tokens\n{times[1]},b,20,3\n{times[0]},a,10,2\n"
+        trace = read_trace(written(tmp_path, "log.csv", rows))
+        assert trace.arrival_s.tolist() == pytest.approx([0.0, 2.5], abs=1e-3)
+        assert trace.prompt_tokens.tolist() == [10, 20]
+        assert trace.notes == (*(f"Created_At: {each}" for each in notes), "columns not used: user")
+
+    def test_a_column_in_milliseconds_is_one_by_its_name(self, tmp_path: Path) -> None:
+        rows = '"timestamp_ms" , "input_tokens",output_tokens\n0,10.0,2\n\n2500,20.0,3\n'
+        assert read_trace(written(tmp_path, "log.csv", rows)).arrival_s.tolist() == [0.0, 2.5]
+
+    def test_the_largest_time_decides_the_unit_and_the_newest_may_stand_first(self, tmp_path: Path) -> None:
+        rows = "time,input_tokens,output_tokens\n1793600000000,10,2\n1793500000000,20,3\n"
+        assert read_trace(written(tmp_path, "log.csv", rows)).arrival_s.tolist() == [0.0, 100_000.0]
+
+    def test_requests_without_an_answer_are_left_out_and_counted(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        path.write_text("timestamp,prompt_tokens,completion_tokens\n0,10,5\n1,20,0\n2,30,7\n")
+        trace = read_trace(path)
+        assert trace.output_tokens.tolist() == [5, 7]
+        assert "left out: 1 of 3 requests, which have no answer" in trace.notes
+
+    def test_a_log_may_hold_the_prompts(self, tmp_path: Path) -> None:
+        rows = f"time,prompt,input_tokens,output_tokens\n0,{'x' * 200_000},10,2\n1,y,20,3\n"
+        assert read_trace(written(tmp_path, "log.csv", rows)).notes[-1] == "columns not used: prompt"
+
+    def test_a_gap_is_noted(self, tmp_path: Path) -> None:
+        rows = "time,input_tokens,output_tokens\n" + "".join(f"{at},10,2\n" for at in (0, 5, 10, 4000, 4005))
+        trace = read_trace(written(tmp_path, "log.csv", rows))
+        assert with_gap_noted(trace).notes[-1] == "no request for 3,990 s after the first 10 s"
+        assert with_gap_noted(trace.head(3)).notes == trace.notes
+
+    def test_arrivals_are_not_drawn_where_they_are_recorded(self, tmp_path: Path) -> None:
+        path = written(tmp_path, "log.csv", "time,input_tokens,output_tokens\n0,10,2\n1,10,2\n")
+        with pytest.raises(InputError, match=r"--arrivals: expected none, because log.csv has times of its own"):
+            read_trace(path, arrivals=Gamma(2.0))
 
     def test_lengths_alone_are_given_arrivals_and_it_is_said(self, tmp_path: Path) -> None:
         rows = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3772,54,3826,69.8\n2015,156,2171,12.9\n"
@@ -114,6 +167,13 @@ LOG_ROW = {"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 2}
         ("a.csv", AZURE + "2023-11-16 18:15:46,many,44\n", "ContextTokens", "whole number"),
         ("a.csv", AZURE + "2023-11-16 18:15:46,0,44\n", "prompt tokens", "from 1"),
         ("a.csv", AZURE, "trace", "at least one request"),
+        ("a.csv", AZURE + "nan,374,44\n", "TIMESTAMP", "line 2.*expected seconds, or a time such as"),
+        ("a.csv", AZURE + "1,374,44\n2026-11-01 10:00:00,1,1\n", "TIMESTAMP", "line 3.*form of the first"),
+        ("a.csv", AZURE + "2026-11-01 10:00:00,1,1\n2026-11-01 10:00:00Z,1,1\n", "TIMESTAMP", "form of the first"),
+        ("a.csv", "time,time,input_tokens,output_tokens\n0,0,1,1\n", "header", "different columns"),
+        ("a.csv", AZURE + "1e300,374,44\n", "TIMESTAMP", "line 2.*seconds"),
+        ("b.csv", "when,prompt_tokens,output_tokens\n1,2,3\n", "when", r"and a time \(timestamp, "),
+        ("a.csv", AZURE + "1,1000000000,44\n", "prompt tokens", "line 2.*from 1 to 10000000"),
         ("b.csv", "when,what\n1,2\n", "row", "num_prefill_tokens"),
         ("b.csv", "prompt_tokens,output_tokens,colour\n1,2,3\n", "colour", "line 1"),
     ],
@@ -162,6 +222,66 @@ class TestJitter:
         trace = synthetic_trace(300, Gamma(5.0), LengthSpec(10), LengthSpec(2))
         write_request_log(trace, tmp_path / "log.jsonl")
         assert read_trace(tmp_path / "log.jsonl").notes == ()
+
+
+class TestResampled:
+    """Other traffic of the same kind."""
+
+    def trace(self) -> TrafficTrace:
+        drawn = synthetic_trace(
+            400, Gamma(10.0, 2.0), LengthSpec(900, 0.8), LengthSpec(80, 0.8), prefixes=SharedPrefixes(10, 256), seed=3
+        )
+        assert drawn.prefixes is not None
+        return drawn
+
+    def test_its_requests_come_in_rows_of_the_trace_with_the_times_between_them(self) -> None:
+        trace = self.trace()
+        found = trace.resampled(1)
+        assert len(found) == len(trace)
+        assert found.arrival_s[0] == 0.0
+        pairs = {
+            (int(trace.prompt_tokens[at]), int(trace.prompt_tokens[at + 1])): trace.arrival_s[at + 1]
+            - trace.arrival_s[at]
+            for at in range(len(trace) - 1)
+        }
+        kept = [
+            gap
+            for at, gap in enumerate(np.diff(found.arrival_s))
+            if pairs.get((int(found.prompt_tokens[at]), int(found.prompt_tokens[at + 1]))) == pytest.approx(gap)
+        ]
+        assert len(kept) >= 0.9 * len(trace), "only where one block of 20 ends and the next begins are they apart"
+
+    def test_each_number_is_one_traffic_with_the_rate_and_lengths_of_the_trace(self) -> None:
+        trace = self.trace()
+        many = [trace.resampled(number) for number in range(40)]
+        assert len({each.span_s for each in many}) == 40
+        assert trace.resampled(7).arrival_s.tolist() == many[7].arrival_s.tolist()
+        assert np.mean([each.span_s for each in many]) == pytest.approx(trace.span_s, rel=0.1)
+        assert np.mean([each.prompt_tokens.mean() for each in many]) == pytest.approx(
+            trace.prompt_tokens.mean(), rel=0.1
+        )
+
+    def test_a_request_that_comes_again_shares_only_what_it_shared(self) -> None:
+        """Otherwise every repetition would be a hit of its whole prompt."""
+        prefixes = PrefixBlocks(16, np.array([1, 2, 1, 3, 4]), np.array([2, 4, 5]))
+        rows = prefixes.rows(np.array([0, 1, 0, 2, 2]))
+        found = [rows.of(number).tolist() for number in range(5)]
+        assert found[0] == [1, 2]
+        assert found[1] == [1, 3]
+        assert found[2][0] == 1
+        assert found[3] == [4]
+        fresh = [found[2][1], found[4][0]]
+        assert len({1, 2, 3, 4, *fresh}) == 6
+        trace = self.trace()
+        resampled = infinite_cache_hits(trace.resampled(2)).token_hit_rate
+        assert resampled == pytest.approx(infinite_cache_hits(trace).token_hit_rate, abs=0.05)
+
+    def test_classes_go_with_their_requests(self) -> None:
+        labels, label = (("a", ""), ("b", "")), (np.arange(400) % 2).astype(np.int32)
+        trace = replace(self.trace(), labels=labels, label=label, prompt_tokens=label.astype(np.int64) + 1)
+        found = trace.resampled(3)
+        assert found.label is not None
+        assert (found.prompt_tokens == found.label + 1).all()
 
 
 class TestSynthetic:

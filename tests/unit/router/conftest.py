@@ -14,8 +14,9 @@ from router.testing.stub_worker import StubWorker, script, until
 from router.workers.fleet import Worker
 from tandem.config.auth import AuthSpec
 from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.model import Role
 from tandem.config.observability import ObservabilitySpec
-from tandem.config.spec import Disaggregation, Role, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 from tandem.v1.inference_pb2_grpc import InferenceStub

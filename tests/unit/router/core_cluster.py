@@ -32,7 +32,8 @@ from router.testing.stub_worker import BLOCK_BYTES, BLOCK_TOKENS, RECEIVED, SENT
 from router.workers.fleet import ROLES, Fleet, Worker
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account
-from tandem.config.spec import Disaggregation, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import KvExhausted, TandemError, WorkerLost
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for

@@ -11,7 +11,7 @@ from router.workers.fleet import Worker
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account, Charge
 from tandem.clock import SystemClock
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.v1 import cluster_pb2, worker_pb2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster
 
 PAGE = "https://chat.example.org"

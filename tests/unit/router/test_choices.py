@@ -13,7 +13,7 @@ import pytest
 from router import service
 from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"

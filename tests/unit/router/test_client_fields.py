@@ -76,7 +76,8 @@ class Observer:
             for work in worker.works.values():
                 if not with_seed:
                     work.sampling.ClearField("seed")
-                asked.append((list(work.prompt), work.sampling.SerializeToString(deterministic=True)))
+                sampling = work.sampling.SerializeToString(deterministic=True)
+                asked.append((list(work.prompt), list(work.prediction), sampling))
             worker.works.clear()
         sessions, self._sessions[:] = list(self._sessions), []
         return asked, sessions, _IDS.sub(b"", reply.content)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import InputError, UnsupportedField
 from tandem.grammar.constraint import (
     MAX_DEPTH,

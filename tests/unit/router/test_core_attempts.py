@@ -9,7 +9,7 @@ import pytest
 
 from router.requests.output import OutputAssembler
 from router.requests.validation import ValidRequest
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import NoWorker, WorkerLost
 from tandem.request import FinishReason, RequestState, SamplingParams
 from tandem.text.tokenizer import Tokenizer

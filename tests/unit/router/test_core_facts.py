@@ -16,7 +16,8 @@ from router.policies.pace_estimates import REFRESH_S
 from router.prefix_index.mirror import WorkerKey
 from router.request_terms import RequestTerms
 from router.workers.health import EjectReason, HealthState
-from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ErrorCode
 from tandem.v1 import trace_pb2
 from tests.unit.router.core_cluster import MODEL, CoreCluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ErrorCode
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.prefix_events import PrefixSnapshot, join_hashes

@@ -8,7 +8,7 @@ import pytest
 
 from router.request_terms import RequestTerms
 from router.requests.state_machine import RequestRun
-from tandem.config.spec import ClassSpec, Disaggregation, RouterSpec
+from tandem.config.router import ClassSpec, Disaggregation, RouterSpec
 from tandem.errors import DeadlineExceeded, OverloadedError
 from tandem.request import RequestState, SamplingParams
 from tests.unit.router.core_cluster import Asked, CoreCluster

@@ -30,7 +30,7 @@ from router.requests.validation import (
     ValidRequest,
 )
 from router.texts.chat import MAX_MESSAGES
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.engine.api import TokenLogprob
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 from tandem.v1 import inference_pb2

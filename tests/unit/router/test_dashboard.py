@@ -15,7 +15,8 @@ from router.dashboard.routes import STATIC
 from router.dashboard.snapshot import VERSION, RequestTimeline, Snapshot
 from router.observe.trace import MAX_TRACES
 from router.testing.stub_worker import until
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
+from tandem.testing.models import FakeClock
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
@@ -81,9 +82,9 @@ async def test_requests_show_in_every_part(cluster: Cluster) -> None:
 
 
 async def test_a_request_shows_while_it_runs_and_its_timeline_after_it(cluster: Cluster) -> None:
-    cluster.says("one two three")
+    cluster.says("one two three " * 10)
     cluster.decode.behaviour.token_delay_s = 0.3
-    asked = asyncio.create_task(ask(cluster))
+    asked = asyncio.create_task(ask(cluster, max_tokens=100))
     await until(lambda: any(run.answer_tokens > 1 for run in cluster.app.dispatcher.running()))
     [row, *_] = (await look(cluster)).requests
     assert row.state == "decoding"
@@ -152,6 +153,7 @@ async def test_many_viewers_cost_as_much_as_one_and_none_costs_nothing(
         return found
 
     monkeypatch.setattr(view, "take", counted)
+    monkeypatch.setattr(cluster.app._snapshots, "_clock", FakeClock())  # however long the twenty take
     await ask(cluster)
     assert made == 0
     replies = await asyncio.gather(*(cluster.http.get(f"{API}/snapshot") for _ in range(20)))

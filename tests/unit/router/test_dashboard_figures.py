@@ -25,7 +25,7 @@ from router.policies.pace_estimates import Estimates
 from router.prefix_index.mirror import WorkerKey
 from router.workers.fleet import Fleet
 from router.workers.health import EjectReason, HealthState
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.testing.models import FakeClock
 from tandem.v1 import cluster_pb2, worker_pb2
 

@@ -23,7 +23,7 @@ async def demand(cluster: Cluster) -> trace_pb2.ModelDemand:
     return demand_of((await traces(cluster).demands())["router-0"], MODEL)
 
 
-async def ask(cluster: Cluster, priority: str = "interactive", timeout_s: float = 5.0) -> None:
+async def ask(cluster: Cluster, priority: str = "interactive", timeout_s: float = 60.0) -> None:
     headers = {"x-tandem-priority": priority, "x-request-timeout-s": f"{timeout_s:g}"}
     await cluster.openai.completions.create(model=MODEL, prompt=list(range(3, 43)), max_tokens=4, extra_headers=headers)
 

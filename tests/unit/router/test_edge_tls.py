@@ -21,7 +21,8 @@ from router.app import RouterApp
 from router.edge.tls import HANDSHAKE_TIMEOUT_S
 from router.testing.stub_worker import until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import EdgeTlsSpec, RouterSpec
+from tandem.config.router import RouterSpec
+from tandem.config.security import EdgeTlsSpec
 from tandem.errors import ConfigError
 from tandem.v1 import inference_pb2, trace_pb2
 from tandem.v1.inference_pb2_grpc import InferenceStub

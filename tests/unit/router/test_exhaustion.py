@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import socket
 import sys
@@ -16,10 +17,10 @@ import httpx
 import pytest
 
 from router.testing.controller import StubController
-from router.testing.redis_server import free_port
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
-from tandem.config.spec import Disaggregation, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.testing.disks import SmallDisk
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -66,11 +67,10 @@ async def router(model_dir: Path, tmp_path: Path, log: Path, before: tuple[str, 
     for worker in workers:
         await worker.start()
     await controller.set_workers(*workers)
-    port = free_port()
     launch = RouterLaunch(
         cluster="test",
         router_id="router-0",
-        router=RouterSpec(http_port=port, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
+        router=RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
         models=(
             ServedModel(
                 name="tiny", model_dir=str(model_dir), model_fingerprint="f", block_tokens=16, max_model_tokens=512
@@ -83,6 +83,8 @@ async def router(model_dir: Path, tmp_path: Path, log: Path, before: tuple[str, 
     command = (*before, sys.executable, "-m", "router", "--launch", str(tmp_path / "launch.json"))
     with log.open("ab") as written:
         process = await asyncio.create_subprocess_exec(*command, stderr=written)
+    await until(lambda: "router listening" in log.read_text())
+    port = port_in(log)
     limits = httpx.Limits(keepalive_expiry=600)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False, limits=limits) as http:
         running = RouterProcess(process, port, log, http)
@@ -93,6 +95,12 @@ async def router(model_dir: Path, tmp_path: Path, log: Path, before: tuple[str, 
     for worker in workers:
         await worker.kill()
     await controller.stop()
+
+
+def port_in(log: Path) -> int:
+    found = re.search(r"http=127.0.0.1:(\d+)", log.read_text())
+    assert found is not None
+    return int(found[1])
 
 
 async def holds(check: Callable[[], Awaitable[bool]]) -> None:

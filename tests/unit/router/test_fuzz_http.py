@@ -28,9 +28,9 @@ from schemathesis.specs.openapi.checks import (
 
 from router.request_terms import PRIORITY, TENANT, TIMEOUT
 from router.testing.site import MODEL, RouterSite
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 
-EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 10  # of each operation that has a body, for each mode
+EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 6  # of each operation that has a body, for each mode
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB
 RULES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

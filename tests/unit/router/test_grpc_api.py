@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router.edge import grpc as grpc_edge
 from router.edge.grpc_server import MAX_PUBLIC_STREAMS, SHARE_OF_ONE
 from router.testing.stub_worker import until
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2 as pb
@@ -137,7 +137,7 @@ async def test_models_and_server_info(cluster: Cluster) -> None:
 async def test_deadline_cancels_the_request_on_both_workers(cluster: Cluster) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=0.3):
+        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=1.0):
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: bool(cluster.prefill.cancelled and cluster.decode.cancelled))
@@ -157,7 +157,7 @@ async def test_watches_that_need_no_key_are_few_and_displace_nothing(cluster: Cl
     events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"))]
     assert events[-1].HasField("finished")
     watches.pop().cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await _is_refused(stub):
             await asyncio.sleep(0.01)
     for watch in watches:
@@ -177,18 +177,18 @@ async def _is_refused(stub: health_pb2_grpc.HealthStub) -> bool:
 async def test_health_follows_readiness(bare: Cluster) -> None:
     stub = health_pb2_grpc.HealthStub(bare.channel)
 
-    async def status(name: str) -> Any:
-        return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+    async def becomes(wanted: Any, name: str) -> None:
+        async with asyncio.timeout(60):
+            while (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status != wanted:
+                await asyncio.sleep(0.01)
 
     for name in ("", "tandem.v1.Inference"):
-        assert await status(name) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, name)
     await bare.list_workers(bare.decode)
-    await asyncio.sleep(0.05)
-    assert await status("") == health_pb2.HealthCheckResponse.SERVING
+    await becomes(health_pb2.HealthCheckResponse.SERVING, "")
     await bare.list_workers()
-    await asyncio.sleep(0.05)
     assert bare.app.dispatcher.fleet.count_ready(Role.DECODE) == 0
-    assert await status("tandem.v1.Inference") == health_pb2.HealthCheckResponse.NOT_SERVING
+    await becomes(health_pb2.HealthCheckResponse.NOT_SERVING, "tandem.v1.Inference")
 
 
 async def test_reflection_lists_the_service(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
-from tandem.config.spec import Disaggregation, IdempotencySpec, RouterSpec
+from tandem.config.router import Disaggregation, IdempotencySpec, RouterSpec
 from tandem.errors import IdempotencyKeyReused, InputError, NoWorker, TandemError, UnavailableError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
@@ -28,14 +28,19 @@ Call = asyncio.Task[tuple[list[pb.GenerateResponse], bool]]
 
 
 @pytest.fixture
-def spec() -> RouterSpec:
+def grace_s() -> float:
+    return 600.0
+
+
+@pytest.fixture
+def spec(grace_s: float) -> RouterSpec:
     return RouterSpec(
         http_port=0,
         grpc_port=0,
         disaggregation=Disaggregation.ALWAYS,
         queue_timeout_s=1.0,
         max_migrations=0,
-        idempotency=IdempotencySpec(grace_s=0.3, keep_s=600.0),
+        idempotency=IdempotencySpec(grace_s=grace_s, keep_s=600.0),
     )
 
 
@@ -97,10 +102,12 @@ async def test_a_repeat_of_a_done_request_gets_the_same_messages(cluster: Cluste
 
 async def test_repeats_of_a_request_under_way_follow_it_to_its_end(cluster: Cluster) -> None:
     cluster.says("One, two, three, four, five.")
-    cluster.decode.behaviour.token_delay_s = 0.02
+    cluster.decode.behaviour.token_delay_s = 0.2
     first = generate(cluster)
     await begun(cluster)
     others = [generate(cluster) for _ in range(3)]
+    await until(lambda: outcomes(cluster).get("attached") == 3)
+    cluster.decode.behaviour.token_delay_s = 0.0
     messages, _ = await first
     assert [await each for each in others] == [(messages, True)] * 3
     assert prefills(cluster) == 1
@@ -122,6 +129,7 @@ async def test_a_request_goes_on_without_its_client_and_a_retry_finds_it(cluster
     assert not cluster.decode.cancelled
 
 
+@pytest.mark.parametrize("grace_s", [0.3])
 async def test_a_request_that_no_client_waits_for_is_cancelled_after_the_grace(cluster: Cluster) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     first = generate(cluster)

@@ -23,7 +23,7 @@ from router.workers.health import (
     WorkerHealth,
 )
 from router.workers.silence_limit import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import InternalError
 
 RULES = HealthRules()

@@ -245,7 +245,6 @@ async def test_fields_without_effect_are_accepted(cluster: Cluster) -> None:
         ("chat/completions", {"functions": [{}]}, "functions"),
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities"),
-        ("chat/completions", {"prediction": {}}, "prediction"),
         ("chat/completions", {"web_search_options": {}}, "web_search_options"),
         ("completions", {"best_of": 2}, "best_of"),
         ("completions", {"n": 2, "best_of": 3}, "best_of"),

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tests.unit.router.conftest import MODEL, Cluster
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -16,8 +16,20 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
-def spec() -> RouterSpec:
-    return RouterSpec(http_port=0, grpc_port=0, max_connections=4, client_timeout_s=0.4, keep_alive_s=0.4)
+def client_timeout_s() -> float:
+    return 0.4
+
+
+@pytest.fixture
+def keep_alive_s() -> float:
+    return 0.4
+
+
+@pytest.fixture
+def spec(client_timeout_s: float, keep_alive_s: float) -> RouterSpec:
+    return RouterSpec(
+        http_port=0, grpc_port=0, max_connections=4, client_timeout_s=client_timeout_s, keep_alive_s=keep_alive_s
+    )
 
 
 async def connect(cluster: Cluster, *said: bytes) -> Connection:
@@ -44,6 +56,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     ],
     ids=["nothing", "head", "body", "chunks", "the second head"],
 )
+@pytest.mark.parametrize("keep_alive_s", [60.0])
 async def test_a_request_that_does_not_end_is_answered_408(cluster: Cluster, said: list[bytes]) -> None:
     reader, writer = await connect(cluster, *said)
     answers = await rest(reader)
@@ -94,6 +107,7 @@ async def test_the_client_timeout_does_not_apply_to_the_answer(cluster: Cluster)
     await cluster.settled()
 
 
+@pytest.mark.parametrize("client_timeout_s", [60.0])
 async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: Cluster) -> None:
     held = [await connect(cluster, HEAD) for _ in range(4)]
     reader, writer = await connect(cluster)

@@ -13,7 +13,7 @@ import pytest
 from router.idempotency import answer_log, keyed_answers
 from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
-from tandem.config.spec import Disaggregation, IdempotencySpec, RouterSpec
+from tandem.config.router import Disaggregation, IdempotencySpec, RouterSpec
 from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
 
@@ -22,18 +22,22 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "Hi"}
 STREAM = BODY | {"stream": True}
 KEYED = {"idempotency-key": "order 66"}
 REPLAYED = "idempotency-replayed"
-GRACE_S = 0.3
 
 
 @pytest.fixture
-def spec() -> RouterSpec:
+def grace_s() -> float:
+    return 600.0
+
+
+@pytest.fixture
+def spec(grace_s: float) -> RouterSpec:
     return RouterSpec(
         http_port=0,
         grpc_port=0,
         disaggregation=Disaggregation.ALWAYS,
         queue_timeout_s=1.0,
         max_migrations=0,
-        idempotency=IdempotencySpec(grace_s=GRACE_S, keep_s=600.0),
+        idempotency=IdempotencySpec(grace_s=grace_s, keep_s=600.0),
     )
 
 
@@ -130,6 +134,7 @@ async def test_a_request_goes_on_without_its_client_and_a_retry_finds_it(
     await cluster.settled()
 
 
+@pytest.mark.parametrize("grace_s", [0.3])
 async def test_a_request_that_no_client_waits_for_is_cancelled_after_the_grace_and_its_key_is_free(
     cluster: Cluster,
 ) -> None:
@@ -149,11 +154,17 @@ async def test_a_retry_within_the_grace_stops_its_count(cluster: Cluster) -> Non
     first = post(cluster)
     await begun(cluster)
     await leave(first)
+    [entry] = keyed(cluster)._entries.values()
+    await until(lambda: entry.timer is not None)
     retry = post(cluster)
-    _, waiting = await asyncio.wait([retry], timeout=2 * GRACE_S)
-    assert waiting == {retry}
+    await until(lambda: attached(cluster) == 1)
+    assert entry.timer is not None
+    assert entry.timer.cancelled()
     assert cluster.app.dispatcher.active == 1
     await leave(retry)
+    await until(lambda: entry.timer is not None and not entry.timer.cancelled())
+    assert entry.task is not None
+    entry.task.cancel()
     await until(lambda: cluster.app.dispatcher.active == 0)
 
 
@@ -204,15 +215,17 @@ async def test_a_failure_that_a_retry_may_help_frees_the_key(bare: Cluster, body
 
 async def test_a_stream_that_breaks_off_tells_all_its_clients_and_frees_the_key(cluster: Cluster) -> None:
     cluster.says("One, two, three, four, five.")
-    cluster.decode.behaviour.token_delay_s = 0.1
-    cluster.decode.behaviour.fail_decodes = 1
+    cluster.decode.behaviour.token_delay_s = 0.2
     first = post(cluster, STREAM)
     await begun(cluster)
     repeat = post(cluster, STREAM)
+    await until(lambda: attached(cluster) == 1)
+    cluster.decode.behaviour.fail_decodes = 1
     answers = [await first, await repeat]
     assert answers[0].content == answers[1].content
     assert [answer.status_code for answer in answers] == [200, 200]
     assert '"code":"worker_lost"' in answers[0].text
+    cluster.decode.behaviour.token_delay_s = 0.0
     whole = await post(cluster, STREAM)
     assert (whole.headers.get(REPLAYED), "worker_lost" in whole.text) == (None, False)
 
@@ -264,6 +277,7 @@ class TestMemory:
         assert (await post(cluster, idempotency_key="b")).headers[REPLAYED] == "true"
         assert REPLAYED not in (await post(cluster, idempotency_key="a")).headers
 
+    @pytest.mark.parametrize("grace_s", [0.3])
     async def test_keys_of_running_requests_are_not_forgotten(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -318,6 +332,10 @@ class TestCallers:
         ran, repeated = (json.loads(line) for line in audit.read_text().splitlines())
         assert (ran["outcome"], ran["completion_tokens"]) == ("finished", repeat.json()["usage"]["completion_tokens"])
         assert (repeated["outcome"], repeated["completion_tokens"]) == ("ok", 0)
+
+
+def attached(cluster: Cluster) -> float:
+    return cluster.metric('tandem_keyed_requests_total{api="http",outcome="attached"}')
 
 
 def keyed(cluster: Cluster) -> keyed_answers.KeyedAnswers:

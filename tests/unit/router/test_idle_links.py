@@ -10,7 +10,7 @@ import pytest
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from router.workers.link import WorkerLink
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub

@@ -34,3 +34,12 @@ def test_as_many_labels_as_names() -> None:
     counter = instruments.Counter("c", "Counted.", ("a", "b"), registry=CollectorRegistry())
     with pytest.raises(ValueError, match="expected labels"):
         counter.labels("1")
+
+
+def test_a_counter_shows_what_may_happen_before_it_does() -> None:
+    registry = CollectorRegistry()
+    counter = instruments.Counter("c", "Counted.", ("a", "b"), registry=registry)
+    counter.begin(("1", "2"), ("x",))
+    counter.labels("2", "x").inc()
+    samples = [line for line in exposition(registry) if not line.startswith("#")]
+    assert samples == ['c_total{a="1",b="x"} 0.0', 'c_total{a="2",b="x"} 1.0']

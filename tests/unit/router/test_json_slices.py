@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -156,9 +155,9 @@ async def test_what_arrives_during_a_slice_comes_after_it(monkeypatch: pytest.Mo
     await stream.flush()
     assert stream.reader.writes == [b"begin "], "the thread has not made the rest"
     executor.release()
-    await asyncio.wait([stream.task], timeout=0.05)
-    while executor.waiting:
-        executor.release()
+    while not stream.task.done():
+        if executor.waiting:
+            executor.release()
         await stream.flush()
     await stream.task
     assert b"".join(stream.reader.writes) == b"begin abcd end"

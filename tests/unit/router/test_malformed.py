@@ -13,7 +13,7 @@ import pytest
 
 from router.edge.controller_api import SECRET_KEY
 from router.testing.bodies import CHAT_HEAD, HEAD, items, multiplying_bodies
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from router.edge.anthropic.messages_errors import messages_error
 from router.edge.anthropic.messages_schema import CountTokensRequest
 from router.edge.openai.request_schema import parse_fields
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import WIRE, ErrorCode
 from tandem.testing.models import write_tiny_llama
 from tests.unit.router.conftest import MODEL, Cluster

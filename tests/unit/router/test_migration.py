@@ -13,7 +13,8 @@ import pytest
 from router.requests.output import Final
 from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
-from tandem.config.spec import Disaggregation, Role, RouterSpec
+from tandem.config.model import Role
+from tandem.config.router import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster
 
 MODEL = "tiny"
@@ -56,7 +57,9 @@ async def run(cluster: Cluster, max_tokens: int | None = None) -> tuple[list[int
 
 
 class TestHandoffFailsAfterTheFirstToken:
-    async def test_goes_on_with_other_workers_from_prompt_and_token(self, cluster: Cluster, spare: Spare) -> None:
+    async def test_goes_on_with_other_workers_from_prompt_and_token(
+        self, cluster: Cluster, spare: Spare, caplog: pytest.LogCaptureFixture
+    ) -> None:
         p1, d1 = spare
         tokens = says(cluster, TEXT, p1, d1)
         cluster.decode.behaviour.fail_handoffs = 1
@@ -71,6 +74,9 @@ class TestHandoffFailsAfterTheFirstToken:
             assert work.answer_tokens == 1
         assert answer.usage.prompt_tokens == len(prompt)
         assert cluster.metric('tandem_retries_total{code="handoff_failed"') == 1
+        (told,) = [vars(each) for each in caplog.records if each.message == "handoff failed"]
+        assert (told["prefill"], told["decode"]) == (cluster.prefill.worker_id, cluster.decode.worker_id)
+        assert cluster.metric(f'tandem_handoff_failures_total{{cause="{told["cause"]}"') == 1
         assert cluster.ends("finished") == cluster.metric("tandem_requests_total") == 1
         await cluster.settled()
 

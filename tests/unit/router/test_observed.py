@@ -14,7 +14,7 @@ from router.testing.stub_worker import until
 from router.workers.meter_history import MeterHistory
 from tandem.config.log_format import LogFormat
 from tandem.config.observability import CostSpec, MetricsSpec, ObservabilitySpec
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import ErrorCode
 from tandem.request import FinishReason, RequestState
 from tandem.telemetry.logs import JsonFormatter, TextFormatter, setup_logging
@@ -37,7 +37,7 @@ def meters(flops: float = 0.0, stepping_s: float = 0.0, **more: Any) -> worker_p
 
 
 async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Cluster) -> None:
-    counted = {"decode_tokens": 7, "preemptions": 2, "proposed_tokens": 5, "accepted_tokens": 3}
+    counted = {"decode_tokens": 7, "preemptions": 2, "proposed_tokens": 5, "accepted_tokens": 3, "proposer": "draft"}
     bare.decode.meters = meters(flops=1e9, stepping_s=0.01, **counted)
     bare.decode.meters.links.add(peer_worker="p0", transport="mapped", bytes=1 << 20, latency_s=0.001, bytes_per_s=5e8)
     roles = {"p0": cluster_pb2.ROLE_PREFILL, "d0": cluster_pb2.ROLE_DECODE, "d1": cluster_pb2.ROLE_DECODE}
@@ -48,7 +48,9 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Clus
     await bare.list_workers(bare.prefill, bare.decode)
     metric = bare.metric
     assert metric(f"tandem_worker_up{{{DECODE}}}") == 1
-    refused = 'tandem_worker_proposed_tokens_total{model="tiny",outcome="unused",role="decode",worker="d0"}'
+    refused = (
+        'tandem_worker_proposed_tokens_total{model="tiny",outcome="unused",proposer="draft",role="decode",worker="d0"}'
+    )
     assert metric(refused) == 2
     assert metric('tandem_worker_up{model="tiny",role="decode",worker="d1"}') == 0
     assert metric(f"tandem_worker_restarts_total{{{DECODE}}}") == 1

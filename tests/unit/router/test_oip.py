@@ -18,7 +18,7 @@ from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc

@@ -19,7 +19,7 @@ import pytest
 from router.policies.pace import START_PACE
 from router.policies.placement import named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 
 PACE = START_PACE  # 4,000 tokens/s, 20 µs a token moved, 31 ms a step
 ANSWER_TOKENS = 100

@@ -7,7 +7,7 @@ from msgspec import structs
 from router.policies.pace import START_PACE, Pace
 from router.policies.placement import PlacementPolicy, named_policy
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, WaitReason
-from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 
 ALWAYS, AUTO, NEVER = Disaggregation.ALWAYS, Disaggregation.AUTO, Disaggregation.NEVER
 SLOW = replace(START_PACE, prefill_s_per_token=4 * START_PACE.prefill_s_per_token)

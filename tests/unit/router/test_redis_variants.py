@@ -89,7 +89,7 @@ async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> 
             await side.sees({A1: 3})
             await asyncio.to_thread(master.kill)
             store(publisher, 6)
-            await until(lambda: side.mirror.match(CHAIN) == {A1: 6}, 20.0)
+            await until(lambda: side.mirror.match(CHAIN) == {A1: 6})
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from router.requests.replay import RecordedRequest, Replay, ReplayReport, Step
 from router.requests.state_machine import RequestRun
 from router.testing.scenario import TextlessAssembler
 from router.workers.fleet import Fleet
-from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import ConfigError, InputError
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.models import FakeClock
@@ -36,13 +37,16 @@ from tests.unit.router.conftest import Cluster
 
 D0, P0 = WorkerKey("d0", 1), WorkerKey("p0", 1)
 SECRET = 424242
+PROPOSALS = {1: (4, 4, True), 6: (2, 1, False), 20: (3, 0, True)}  # by the number of the token that tells of them
 
 
+@dataclass(frozen=True)
 class Token:
-    cached_tokens = 0
-
-    def __init__(self, token_id: int) -> None:
-        self.token_id = token_id
+    token_id: int
+    cached_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    from_prediction: bool = False
 
 
 def new_run() -> RequestRun:
@@ -61,7 +65,9 @@ def recorded(*, text: bool = False) -> list[bytes]:
     written = [header(text=text)]
     recorder, run = Recorder(written.append, text=text), new_run()
     began: list[ev.Event] = [ev.Submitted(), ev.Queued(), ev.Started(D0, P0), ev.Reserved(D0, "ticket", 0)]
-    tokens = [ev.TokenSampled(P0 if not number else D0, Token(SECRET)) for number in range(40)]
+    tokens = [
+        ev.TokenSampled(P0 if not number else D0, Token(SECRET, 0, *PROPOSALS.get(number, ()))) for number in range(40)
+    ]
     for number, event in enumerate([*began, *tokens, ev.AttemptEnded(D0, FinishReason.STOP)]):
         recorder.on(run, event, number / 8).clear()
     return written
@@ -75,6 +81,20 @@ def replay(lines: list[bytes]) -> ReplayReport:
 def test_a_recording_replays_the_same(text: bool) -> None:
     report = replay(recorded(text=text))
     assert (report.runs, report.tokens, report.first, report.skipped) == (1, 38, None, {})
+
+
+def test_what_was_proposed_is_in_the_recording_and_counts_again() -> None:
+    end = json.loads(recorded()[-1])["actions"][-1]
+    counts = {
+        "accepted_tokens": 5,
+        "unused_tokens": 4,
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 3,
+    }
+    assert end["usage"] == {"prompt_tokens": 2, "completion_tokens": 40, "cached_tokens": 0} | counts
+    changed = [line.replace(b"[3,0,true]", b"[3,2,true]") for line in recorded()]
+    assert changed != recorded()
+    assert replay(changed).differences == 1
 
 
 def test_without_text_no_token_of_prompt_or_answer_is_written() -> None:
@@ -97,7 +117,7 @@ def test_a_request_that_began_before_the_recording_is_named_and_left_out() -> No
 
 
 def test_another_version_is_refused_with_what_to_do() -> None:
-    with pytest.raises(InputError, match=r"expected version 2, got 1 \(tandem 9.9\); replay it with the release"):
+    with pytest.raises(InputError, match=r"expected version 2 or 3, got 1 \(tandem 9.9\); replay it with the release"):
         replay([header(1)])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from router.admission.request_queue import LONGEST_RETRY_S, REFUSED_HOLD_S, SLO_SHARE, Refusal, RequestQueue
 from router.request_terms import RequestTerms
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import DeadlineExceeded, KvExhausted, NoWorker, OverloadedError
 
 CLASSES = (

@@ -11,7 +11,7 @@ from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.placement import named_policy
 from router.policies.predicted_times import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.types import Candidate, Placement, PlacementQuery
-from tandem.config.spec import RouterSpec
+from tandem.config.router import RouterSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "routing.md"
 ASK = PlacementQuery(1700, answer_tokens=100)

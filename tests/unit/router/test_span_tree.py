@@ -90,6 +90,14 @@ def test_a_local_prefill_is_the_decode_workers() -> None:
     assert named(spans)["decode"].start_s == pytest.approx(1_000_000.4)
 
 
+def test_what_was_proposed_is_with_the_request() -> None:
+    made = trace()
+    made.end(RequestState.FINISHED, None, Usage(64, 5, 0, accepted_tokens=4, unused_tokens=2), ZERO_S + 1.0)
+    root = span_tree(made, "router-0")[0].attributes
+    assert (root["tandem.accepted_tokens"], root["tandem.unused_tokens"]) == (4, 2)
+    assert "tandem.unused_tokens" not in span_tree(handed_off(trace()), "router-0")[0].attributes
+
+
 def test_an_attempt_that_goes_on_elsewhere_is_linked_to_the_one_before() -> None:
     made = trace()
     made.failed(HandoffFault(HandoffCause.PEER_LOST, "a prompt's text must not come here"), ZERO_S + 0.3)

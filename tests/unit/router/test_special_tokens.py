@@ -11,7 +11,7 @@ import pytest
 from router.requests.validation import ServingModel
 from router.texts.chat import Chat, Message
 from tandem.config.launch import ServedModel
-from tandem.config.spec import SpecialTokens
+from tandem.config.model import SpecialTokens
 from tandem.text.special_texts import MARK, SpecialTexts, encode_marked
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.test_tools import MODEL, WEATHER, chat, max_model_tokens, prompt, says, work

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from router.edge import write_pauses
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.openai.request_schema import UsageEvents
@@ -16,8 +17,11 @@ from router.edge.sse import SseResponse, WriteBatcher
 from router.edge.write_pauses import LOAD_INTERVAL_S, PAUSE_S, WritePauses
 from router.requests.answers import AnswerReader, Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
+from router.testing.stub_worker import until
 from tandem.errors import RequestCancelled, WorkerLost
 from tandem.request import FinishReason
+
+LONG_PAUSE_S = 0.3  # what a test does at its start happens before its end, on a slow machine too
 
 
 class Reader:
@@ -150,9 +154,9 @@ def test_pauses_grow_while_the_router_is_busy_and_shrink_when_it_has_caught_up()
 
 async def test_all_streams_go_on_at_the_end_of_one_pause() -> None:
     pauses = WritePauses()
-    pauses.pause_s = PAUSE_S
+    pauses.pause_s = LONG_PAUSE_S
     first = asyncio.create_task(pauses.pause())
-    await asyncio.sleep(PAUSE_S / 2)
+    await asyncio.sleep(0)
     given_up, later = asyncio.create_task(pauses.pause()), asyncio.create_task(pauses.pause())
     await asyncio.sleep(0)
     given_up.cancel()
@@ -161,7 +165,9 @@ async def test_all_streams_go_on_at_the_end_of_one_pause() -> None:
     assert (first.done(), later.done(), given_up.cancelled()) == (True, True, True)
 
 
-async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
+async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE_S", "MAX_PAUSE_S"):
+        monkeypatch.setattr(write_pauses, name, LONG_PAUSE_S)
     now_s, busy_s = 0.0, 0.0
     stream = Stream(WriteBatcher(WritePauses(lambda: now_s, lambda: busy_s)))
     await stream.begin("a")
@@ -173,9 +179,9 @@ async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> N
     stream.source.put(piece("d"))
     await stream.flush()
     assert stream.reader.writes == [b"begin a", b"b"]
-    await asyncio.sleep(2 * PAUSE_S)
+    await until(lambda: len(stream.reader.writes) > 2)
     assert stream.reader.writes == [b"begin a", b"b", b"cd"]
-    now_s = 2 * LOAD_INTERVAL_S  # idle all the time
+    now_s += LOAD_INTERVAL_S + LONG_PAUSE_S  # idle all the time
     for text in "ef":
         stream.source.put(piece(text))
         await stream.flush()

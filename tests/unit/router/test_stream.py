@@ -62,7 +62,7 @@ async def test_what_was_answered_waits_for_no_collector(
     """Thousands of such objects a second made it stop the router for tens of milliseconds, again and again. A report of
     the handoff that never comes does not keep them either."""
     monkeypatch.setattr(worker_client, "LATE_REPORT_S", 0.05)
-    cluster.prefill.behaviour.sent_report_after_s = 3600.0
+    cluster.prefill.behaviour.hold_sent_reports = True
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "stream": stream}
     sampling = inference_pb2.SamplingParams(max_tokens=3)
     gc.collect()

@@ -1,7 +1,7 @@
 import pytest
 
 from router.request_terms import RequestTerms, TermsParser
-from tandem.config.spec import ClassSpec
+from tandem.config.router import ClassSpec
 from tandem.errors import InputError
 from tandem.testing.models import FakeClock
 

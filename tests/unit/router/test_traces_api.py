@@ -71,9 +71,11 @@ async def test_a_trace_has_both_sides_and_their_account(cluster: Cluster) -> Non
 
 
 async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(cluster: Cluster) -> None:
-    cluster.prefill.behaviour.sent_report_after_s = 0.2
+    cluster.prefill.behaviour.hold_sent_reports = True
     answer = await cluster.openai.completions.create(**PROMPT)
     assert not (await get(cluster, answer.id)).attempts[0].HasField("sent")
+    [report] = cluster.prefill.sent_reports
+    report()
     await until(lambda: cluster.metric("tandem_handoff_hidden_bytes_total") == BLOCK_BYTES // 2)
     assert (await get(cluster, answer.id)).attempts[0].HasField("sent")
 

@@ -9,7 +9,7 @@ import pytest
 
 from router.testing.stub_worker import StubWorker, until
 from router.workers.link import MAX_MESSAGE_BYTES, WorkerLink
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.v1 import worker_pb2

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.certificates import create, folder_spec, renew
 from cluster.control.admin_service import ALLOWED as ADMIN_METHODS
-from tandem.config.spec import TlsSpec
+from tandem.config.security import TlsSpec
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls, add_port, make_server, open_channel
 from tandem.rpc.identity import Identity
 from tandem.v1 import cluster_pb2, worker_pb2

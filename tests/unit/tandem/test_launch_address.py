@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.engine import EngineSpec
 from tandem.config.launch import WorkerLaunch, address_towards
-from tandem.config.spec import EngineSpec, ModelSpec, Role, TransferSpec
+from tandem.config.model import ModelSpec, Role
+from tandem.config.transfer import TransferSpec
 from tandem.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.spec.loader import load_spec
-from tandem.config.spec import Role
+from tandem.config.model import Role
 from tandem.errors import ConfigError
 
 RAY = {"control.ray_address": "127.0.0.1:6379"}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.spec.loader import load_spec
-from tandem.config.spec import EngineSpec, ModelSpec, PoolSpec, Role
+from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec, PoolSpec, Role
 from tandem.errors import ConfigError
 
 

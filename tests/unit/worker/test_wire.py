@@ -3,7 +3,7 @@
 import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from tandem.engine.api import TokenLogprob, TokenOut
+from tandem.engine.api import Proposals, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
 from tandem.request import SamplingParams
 from tandem.v1 import worker_pb2
@@ -34,6 +34,16 @@ def test_penalties_and_the_answer_they_count_are_carried_through() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.5)
     assert sampling.logit_bias == ((2, 1.0), (7, -100.0))
     assert request.answered_tokens == 2
+
+
+def test_a_prediction_and_what_came_of_it_are_carried_through() -> None:
+    wire = work()
+    wire.prediction.extend([4, 5, 6])
+    assert parse_work(wire, engine_id="1:r", model_fingerprint="m").prediction == (4, 5, 6)
+    assert parse_work(work(), engine_id="1:r", model_fingerprint="m").prediction == ()
+    frame = token_frame("r", TokenOut("1:r", 4, proposals=Proposals(proposed=5, accepted=2, from_prediction=True)))
+    assert (frame.proposed_tokens, frame.accepted_tokens, frame.from_prediction) == (5, 2, True)
+    assert not token_frame("r", TokenOut("1:r", 4)).proposed_tokens
 
 
 def test_what_a_router_writes_a_worker_reads() -> None:

@@ -50,6 +50,9 @@ class BenchFlags:
     salt: int | None = None
     output: Path | None = None
     json: bool = False
+    compare: str | None = None
+    config: Path | None = None  # of the clusters that are compared
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +63,28 @@ class Target:
 
 def run_bench(flags: BenchFlags) -> int:
     """Returns 1 if no request finished. Raises InputError, ConfigError, and the server's error to the first request."""
+    for option, given in (("--config", flags.config), ("--set", flags.settings)):
+        if given:
+            raise ConfigError(
+                f"{option}: expected together with --compare, which starts clusters; without it the cluster is there",
+                field=option,
+            )
     target = find_target(flags)
     trace = load_traffic(flags.traffic)
     return run_interruptible(bench_against(flags, target, trace))
 
 
-async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) -> int:
+async def measure(flags: BenchFlags, target: Target, trace: TrafficTrace, salt: int) -> LoadResult:
+    """`salt`: seed of the prompts."""
     client, vocab = await _connect(flags, target)
     try:
-        salt = secrets.randbits(32) if flags.salt is None else flags.salt
-        prompts = Prompts(trace, salt, vocab)
-        result = await _play(flags, target, trace, prompts, client)
+        return await _play(flags, target, trace, Prompts(trace, salt, vocab), client)
     finally:
         await client.close()
+
+
+async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) -> int:
+    result = await measure(flags, target, trace, secrets.randbits(32) if flags.salt is None else flags.salt)
     text = json.dumps(result.to_json(), indent=2, allow_nan=False)
     if flags.output is not None:
         flags.output.write_text(text + "\n", encoding="utf-8")
@@ -144,7 +156,7 @@ def show(result: LoadResult, console: Console) -> None:
         f"[bold]{result.trace}[/]: {result.requests} requests over {result.span_s:.0f} s to {result.target}{ended}"
     )
     for note in result.notes:
-        console.print(f"note: {note}", style="dim")
+        console.print(f"note: {note}", style="dim", markup=False)
     console.print(latencies(result))
     for line in outcome_lines(result):
         console.print(line)

@@ -32,7 +32,7 @@ def run_compare(a: Path, b: Path, as_json: bool) -> int:
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
-        table.add_row(line.metric, _value(line.a, line.unit), _value(line.b, line.unit), _difference(line))
+        table.add_row(line.metric, metric_value(line.a, line.unit), metric_value(line.b, line.unit), _difference(line))
     console.print(table)
     return 0
 
@@ -53,7 +53,7 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
-def _value(value: float | None, unit: Unit) -> str:
+def metric_value(value: float | None, unit: Unit) -> str:
     if value is None:
         return "–"
     match unit:

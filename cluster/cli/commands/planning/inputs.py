@@ -7,13 +7,22 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.acceptance import Acceptance
 from planner.cost import CostModel
 from planner.devices import DeviceSpec, find_device
-from planner.fitted import read_distserve, read_host, read_mask_s_per_row, read_measured, read_splitwise
+from planner.fitted import (
+    read_acceptance,
+    read_distserve,
+    read_host,
+    read_mask_s_per_row,
+    read_measured,
+    read_splitwise,
+)
 from planner.hardware import Hardware
-from planner.models import find_model
+from planner.models import ElementSizes, find_model
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
-from planner.traces.read import read_trace
+from planner.traces.read import read_trace, with_gap_noted
+from planner.traces.rows import parse_conditions
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
@@ -24,7 +33,8 @@ _NUMBERS = {"poisson": 1, "gamma": 2, "ramp": 3, "diurnal": 3}
 
 @dataclass(frozen=True, slots=True)
 class TrafficFlags:
-    """`trace`: a file, a ServeGen folder, or "synthetic". `lengths`: mean tokens PROMPT:OUTPUT, or with :CV:CV."""
+    """`trace`: a file, a ServeGen folder, or "synthetic". `lengths`: mean tokens PROMPT:OUTPUT, or with :CV:CV.
+    `where`: COLUMN=VALUE of the rows to take."""
 
     trace: str
     arrivals: str | None = None
@@ -38,6 +48,7 @@ class TrafficFlags:
     outputs: float = 1.0
     seed: int = 0
     jitter: bool = True
+    where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +60,37 @@ class HardwareFlags:
     device: str
     cost: str | None = None
     price: float | None = None
-    element_bytes: float | None = None  # None: the device's default
+    element_bytes: float | None = None  # of weights and KV; None: as published, and the device's default
     one_host: bool = False
     constrained: float = 0.0
+    acceptance: str | None = None
+    kv_bytes: float | None = None  # None: as element_bytes
+    expert_bytes: float | None = None  # None: as published, or as element_bytes
 
 
 def load_traffic(flags: TrafficFlags) -> TrafficTrace:
     """Raises InputError, ConfigError."""
     process = None if flags.arrivals is None else parse_arrivals(flags.arrivals)
     if flags.trace == SYNTHETIC:
+        if flags.where:
+            raise ConfigError("--where: expected none with a synthetic trace, which has no rows", field="--where")
         trace = _synthetic(flags, process)
     else:
-        trace = read_trace(Path(flags.trace), arrivals=process, seed=flags.seed, jitter=flags.jitter)
+        for option, given in (("--lengths", flags.lengths), ("--prefixes", flags.prefixes)):
+            if given is not None:
+                raise ConfigError(f"{option}: expected none with a trace file, which has its own", field=option)
+        where = parse_conditions(flags.where)
+        trace = read_trace(Path(flags.trace), arrivals=process, seed=flags.seed, jitter=flags.jitter, where=where)
     if flags.start_s or flags.duration_s is not None:
         end_s = math.inf if flags.duration_s is None else flags.start_s + flags.duration_s
         trace = trace.between(flags.start_s, end_s)
     if flags.requests is not None:
         trace = trace.head(flags.requests)
-    if not (flags.load > 0 and flags.prompts > 0 and flags.outputs > 0):
-        raise ConfigError("--load, --prompts, --outputs: expected factors above 0", field="--load")
+    if process is None:
+        trace = with_gap_noted(trace)
+    for option, factor in (("--load", flags.load), ("--prompts", flags.prompts), ("--outputs", flags.outputs)):
+        if not 0 < factor < math.inf:
+            raise ConfigError(f"{option}: expected a factor above 0, got {factor:g}", field=option)
     if (flags.prompts, flags.outputs) != (1.0, 1.0):
         trace = trace.with_lengths(flags.prompts, flags.outputs)
     return trace.at_rate(flags.load)
@@ -128,24 +151,40 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
     """Raises ConfigError."""
     device = find_device(flags.device)
     if flags.price is not None:
-        if not flags.price >= 0:
-            raise ConfigError(f"--price: expected at least 0, got {flags.price:g}", field="--price")
         device = device.model_copy(update={"price_per_hour": flags.price})
-    element_bytes = device.element_bytes if flags.element_bytes is None else flags.element_bytes
+    sizes = {
+        "--element-bytes": flags.element_bytes, "--kv-bytes": flags.kv_bytes, "--expert-bytes": flags.expert_bytes
+    }  # fmt: skip
+    for option, size in sizes.items():
+        if size is not None and not 0 < size <= 16:
+            raise ConfigError(f"{option}: expected more than 0 and at most 16, got {size:g}", field=option)
     if not 0 <= flags.constrained <= 1:
         raise ConfigError(
             f"--constrained: expected a share from 0 to 1, got {flags.constrained:g}", field="--constrained"
         )
-    hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device, constrained=flags.constrained)
+    acceptance = None if flags.acceptance is None else Acceptance.parse(flags.acceptance)
+    kv = next(size for size in (flags.kv_bytes, flags.element_bytes, device.element_bytes) if size is not None)
+    elements = ElementSizes(flags.element_bytes, kv, device.element_bytes, flags.expert_bytes)
+    model = find_model(flags.model, elements)
+    if flags.expert_bytes is not None and model.shape.experts is None:
+        raise ConfigError(f"--expert-bytes: expected none: {model.name} has no experts", field="--expert-bytes")
+    hardware = Hardware(model, device, constrained=flags.constrained, acceptance=acceptance)
     if flags.cost is None:
         if flags.one_host:
             raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
         return hardware
     host = read_host(Path(flags.cost)) if flags.one_host else None
     costs = _costs(flags.cost, device)
-    masks_s = read_mask_s_per_row(Path(flags.cost)) if flags.cost.endswith(".json") else None
+    is_profile = flags.cost.endswith(".json")
+    masks_s = read_mask_s_per_row(Path(flags.cost)) if is_profile else None
+    if acceptance is None and is_profile:
+        acceptance = read_acceptance(Path(flags.cost))
     return replace(
-        hardware, measured=costs, host=host, mask_s_per_row=hardware.mask_s_per_row if masks_s is None else masks_s
+        hardware,
+        measured=costs,
+        host=host,
+        mask_s_per_row=hardware.mask_s_per_row if masks_s is None else masks_s,
+        acceptance=acceptance,
     )
 
 
@@ -167,12 +206,23 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
 
 def describe_cost(hardware: Hardware, tp: int) -> str:
     """The source of the step times and their error."""
+    if (gap := hardware.model.gap) is not None:
+        served = replace(hardware, model=replace(hardware.model, gap=None))
+        lacks = f"; Tandem's engine does not serve {hardware.model.name}: it lacks {gap}"
+        return describe_cost(served, tp) + lacks
     if hardware.constrained:
         masks = f"; {hardware.constrained:.0%} of the rows constrained, {hardware.mask_s_per_row * 1e6:.0f} µs each"
         return describe_cost(replace(hardware, constrained=0.0), tp) + masks
+    if (found := hardware.acceptance) is not None:
+        drafts = f", a draft of {found.draft_share:.0%} of a step for each" if found.draft_share else ""
+        proposals = f"; speculation: up to {found.tokens} tokens, each right with {found.chance:.0%}{drafts}"
+        return describe_cost(replace(hardware, acceptance=None), tp) + proposals
     if not hardware.measured:
         device = hardware.device
-        return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; not fitted to measurements)"
+        fit = "not fitted to measurements"
+        if (error := hardware.roofline_error) is not None:
+            fit = f"TPOT {100 * error:.0f} % off measurements on average, TTFT not measured"
+        return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; {fit})"
     error = hardware.cost(tp).fit_error
     known = "fit error not published" if error is None else f"mean fit error {error:.1%}"
     host = hardware.host

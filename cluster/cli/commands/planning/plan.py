@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,17 +16,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.candidates import load_candidates
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_traffic
 from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import Hardware
+from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom
+from planner.search.choices import Choice, plan_on_each
+from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
-from planner.search.halving import Effort
-from planner.search.plan import Goal, Plan, SearchOptions, make_plan
+from planner.search.goal import Goal
+from planner.search.plan import Plan, SearchOptions
 from planner.search.report import html_report
 from planner.search.traffic import BUSIEST
-from planner.search.values import checked_source, describe_machines, helm_values
+from planner.search.trials import RESAMPLES, SearchProgress
+from planner.search.values import checked_source, describe_machines, formats, helm_values
 from planner.traces.trace import TrafficTrace
+from tandem.errors import ConfigError, InputError
 from tandem.text.words import plural
 
 UNSATISFIABLE = 3  # exit code
@@ -32,7 +40,8 @@ UNSATISFIABLE = 3  # exit code
 
 @dataclass(frozen=True, slots=True)
 class PlanFlags:
-    """`source`: the checkpoint in the values file. A path of None is not written."""
+    """`source`: the checkpoint in the values file. A path of None is not written. `max_load`: plan for the largest load
+    that the devices serve. `growth`: of the traffic, in a month."""
 
     traffic: TrafficFlags
     hardware: HardwareFlags
@@ -44,25 +53,59 @@ class PlanFlags:
     report: Path | None = None
     values: Path | None = None
     json: bool = False
+    price: str | None = None
+    max_load: bool = False
+    growth: float | None = None
 
 
 def run_plan(flags: PlanFlags) -> int:
     """Raises InputError, ConfigError."""
     source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
-    hardware = load_hardware(flags.hardware)
-    trace = load_traffic(flags.traffic)
-    means = SearchOptions(flags.jobs or _cores(), flags.state, Effort(flags.simulate))
-    plan = _search(trace, hardware, flags, means)
+    candidates = load_candidates(flags.hardware, flags.price)
+    _check_before_the_search(flags, candidates)
+    choices = _search(load_traffic(flags.traffic), candidates, flags)
+    hardware, plan = choices[0].hardware, choices[0].plan
+    assert plan is not None  # otherwise the search raises
     cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
+    machines = describe_machines(plan, hardware.device)
     if flags.report is not None:
-        flags.report.write_text(html_report(plan, cost_model), encoding="utf-8")
+        notes = [*([machines] if machines is not None else []), *map(_told, choices[1:])]
+        flags.report.write_text(html_report(plan, cost_model, notes), encoding="utf-8")
     if flags.values is not None and plan.chosen is not None:
         flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
     if flags.json:
-        print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
+        several = {"choices": [each.to_json() for each in choices]} if len(choices) > 1 else {}
+        print(json.dumps({"cost_model": cost_model, **plan.to_json(), **several}, indent=2, allow_nan=False))
     else:
-        show(plan, cost_model, describe_machines(plan, hardware.device), console())
+        if len(choices) > 1:
+            console().print(_choices(choices, console().width))
+        show(plan, cost_model, machines, console())
     return 0 if plan.chosen is not None else UNSATISFIABLE
+
+
+def _check_before_the_search(flags: PlanFlags, candidates: Sequence[Hardware]) -> None:
+    """What would otherwise lose its result."""
+    for option, path in (("--report", flags.report), ("--values", flags.values), ("--state", flags.state)):
+        if path is not None:
+            _check_writable(option, path)
+    if flags.values is not None:
+        for hardware in candidates:
+            formats(hardware)
+    if flags.growth is not None:
+        check_growth(flags.growth, flags.goal)
+    if flags.max_load:
+        ttft_of(flags.goal, "--max-load")
+        if len(candidates) > 1:
+            raise ConfigError(
+                f"--max-load: expected one --device with it, got {flags.hardware.device}: plan for one after the other",
+                field="--max-load",
+            )
+
+
+def _check_writable(option: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"{option}: expected a file that can be written, got {path}", field=option)
 
 
 def _cores() -> int:
@@ -70,9 +113,25 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _search(trace: TrafficTrace, hardware: Hardware, flags: PlanFlags, means: SearchOptions) -> Plan:
+def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlags) -> list[Choice]:
+    """The best first."""
+    goal, means = flags.goal, SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
+    with _shown_progress(flags) as progress:
+        if flags.max_load:
+            (hardware,) = candidates
+            return [Choice(hardware, plan_largest_load(trace, hardware, goal, means, flags.growth, progress))]
+        best, *others = plan_on_each(trace, candidates, goal, means, progress)
+        if flags.growth is not None and best.plan is not None:
+            best = replace(best, plan=with_headroom(best.plan, trace, best.hardware, means, flags.growth, progress))
+        return [best, *others]
+
+
+@contextmanager
+def _shown_progress(flags: PlanFlags) -> Iterator[SearchProgress]:
+    """One bar for each task, if a person watches."""
     if flags.json or not sys.stderr.isatty():
-        return make_plan(trace, hardware, flags.goal, means)
+        yield lambda what, done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
@@ -80,9 +139,9 @@ def _search(trace: TrafficTrace, hardware: Hardware, flags: PlanFlags, means: Se
         def progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
+            bars.update(tasks[what], completed=done, total=total)
 
-        return make_plan(trace, hardware, flags.goal, means, progress)
+        yield progress
 
 
 def show(plan: Plan, cost_model: str, machines: str | None, console: Console) -> None:
@@ -92,24 +151,28 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
     rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
     console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
     for note in (*notes, f"step times: {cost_model}"):
-        console.print(f"note: {note}", style="dim")
+        console.print(f"note: {note}", style="dim", markup=False)
     possible = f"{plan.possible} feasible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
         console.print(_finalists(plan, console.width))
-    if plan.chosen is None or plan.costs is None:
-        console.print(f"[red]Nothing meets the objectives:[/] {'' if plan.miss is None else plan.miss.explanation}")
+    if plan.chosen is None:
+        console.print(f"[red]Nothing meets the goal:[/] {'' if plan.miss is None else plan.miss.explanation}")
+        if plan.resampled:
+            console.print(_resampled(plan, console.width))
         return
-    costs = plan.costs
     console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
-    console.print(
-        f"${costs.per_hour:.2f} per hour; per million tokens {_money(costs.per_million_tokens)} "
-        f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "
-        f"{_money(costs.per_million_output_tokens)}"
-    )
+    if (beside := plan.same_price_note()) is not None:
+        console.print(beside)
+    for line in plan.headroom_lines():
+        console.print(line)
+    console.print(_costs(plan, console.width))
+    if plan.chosen.rejected:
+        console.print(f"note: {plan.chosen.rejected} of {plan.chosen.job.requests} requests are refused", style="dim")
     if machines is not None:
         console.print(f"note: {machines}", style="dim")
     console.print(_variants(plan, console.width))
+    console.print(_resampled(plan, console.width))
     console.print(plan.verdict)
 
 
@@ -118,20 +181,54 @@ def _stretch(notes: list[str]) -> str:
     return next((note for note in notes if note.startswith(BUSIEST)), "as they were drawn or recorded")
 
 
+def _told(choice: Choice) -> str:
+    """Of a device that is not the plan's."""
+    found = choice.to_json()
+    if choice.plan is None or choice.plan.chosen is None:
+        return f"{found['device']} instead: {found['why_not']}"
+    layout = choice.plan.chosen.layout
+    return f"{found['device']} instead: {layout}, {plural(layout.devices, 'device')}, ${choice.per_hour:.2f} per hour"
+
+
+def _choices(choices: Sequence[Choice], width: int) -> Table:
+    rows = []
+    for each in choices:
+        found = each.to_json()
+        chosen = None if each.plan is None else each.plan.chosen
+        if chosen is None:
+            rows.append((found["device"], "–", "–", "–", found["why_not"]))
+        else:
+            rows.append((found["device"], str(chosen.layout), str(found["devices"]), f"{each.per_hour:.2f}", ""))
+    titles = ("device", "layout", "devices", "$/h", "why not")
+    left = ("device", "layout", "why not")
+    return fitted(width, titles, rows, left=left, spare=("devices",), folded=left[2:], title="Devices", box=BOXED)
+
+
 def _finalists(plan: Plan, width: int) -> Table:
     found = sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint))
     rows = [[Text(cell, "green" if plan.meets(each) else "") for cell in _row(each, plan)] for each in found]
-    titles = ("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy")
-    title = "Finalists (prefill : decode @ tokens of a step)"
-    return fitted(width, titles, rows, left=("layout",), spare=("busy", "goodput", "$/h"), title=title, box=BOXED)
+    titles = ("layout", "devices", "$/h", "deployed", "met", "goodput", "TTFT p90", "TPOT p90", "busy")
+    title = "Finalists (prefill : decode @ tokens of a step; deployed: devices of whole machines, $/h)"
+    spare = ("busy", "goodput", "$/h", "deployed")
+    return fitted(width, titles, rows, left=("layout",), spare=spare, title=title, box=BOXED)
 
 
 def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
     layout = found.layout
     return (
-        str(layout), str(layout.devices), f"{layout.devices * plan.price_per_hour:.2f}", f"{found.joint:.1%}",
-        f"{found.goodput_per_s:.2f}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), f"{found.busy:.0%}",
+        str(layout), str(layout.devices), f"{layout.devices * plan.price_per_hour:.2f}", str(plan.deployed(layout)),
+        f"{found.joint:.1%}", f"{found.goodput_per_s:.2f}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s),
+        f"{found.busy:.0%}",
     )  # fmt: skip
+
+
+def _costs(plan: Plan, width: int) -> Table:
+    rows = [
+        (each.what, str(each.devices), f"${each.per_hour:.2f}", money(each.per_million_tokens),
+         money(each.per_million_output_tokens))
+        for each in plan.costs
+    ]  # fmt: skip
+    return fitted(width, COST_TITLES, rows, left=COST_TITLES[:1], spare=("devices",), title="What it costs", box=BOXED)
 
 
 def _variants(plan: Plan, width: int) -> Table:
@@ -149,5 +246,11 @@ def _variants(plan: Plan, width: int) -> Table:
     return fitted(width, titles, rows, left=left, spare=spare, title=title, box=BOXED)
 
 
-def _money(value: float | None) -> str:
-    return "–" if value is None else f"${value:.3f}"
+def _resampled(plan: Plan, width: int) -> Table:
+    rows = [
+        (str(each.layout), str(each.layout.devices), f"{each.met} of {RESAMPLES}", f"{each.low:.1%} to {each.high:.1%}")
+        for each in plan.resampled
+    ]
+    titles = ("layout", "devices", "meets the goal", "requests within objectives")
+    title = f"Under {RESAMPLES} other traffics of this kind"
+    return fitted(width, titles, rows, left=("layout",), spare=("devices",), title=title, box=BOXED)

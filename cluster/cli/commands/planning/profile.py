@@ -14,14 +14,21 @@ from cluster.profiling.neighbour import neighbours
 from cluster.profiling.profiler import Grid, Profiler, build_alone
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
+from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
 from planner.devices import find_device
 from planner.fitted import read_measured, write_measured
 from planner.hardware import check_one_cost
 from planner.shared_host import HostCores
-from tandem.config.spec import EngineSpec, Role
-from tandem.errors import UnavailableError
+from tandem.config.engine import EngineSpec
+from tandem.config.model import Role
+from tandem.errors import CheckpointError, InternalError, UnavailableError
+from tandem.speculation.speculator import Speculator
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+from tandem.training.own_answers import OwnAnswers
 
 MIXED_RUNS = 5
+ACCEPTANCE_TOKENS = 2000
 
 
 def run_profile(config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None) -> int:
@@ -30,18 +37,55 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     spec = load_spec(config, {"models.0.source": model})
     resolved = resolve_models(spec, console.print, fetch=True)[0]
     check_one_cost(resolved.spec)
-    engine = resolved.spec.engine_of(Role.DECODE)
+    # Steps take the same time however requests are batched.
+    continuous = {"batching": "continuous", "batching_window_s": None}
+    engine = resolved.spec.engine_of(Role.DECODE).model_copy(update=continuous)
     link = find_device(device).link.shape()
-    with build_alone(resolved.folder, engine) as rank:
+    with build_alone(resolved.folder, engine.model_copy(update={"speculation": "none"})) as rank:
         profiler = Profiler(rank, engine, grid or Grid())
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
         masks_s = profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
+    acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
-    write_measured(output, {1: (prefills, decodes, link)}, about, host, masks_s)
+    write_measured(output, {1: (prefills, decodes, link)}, about, host, masks_s, acceptance)
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
+
+
+def measured_acceptance(
+    engine: EngineSpec, folder: Path, report: Callable[[str], None], tokens: int = ACCEPTANCE_TOKENS
+) -> Acceptance | None:
+    """Of the model's own answers to its own questions; None if it cannot ask itself. The chance is that of a proposer
+    that proposes in each step and gives as many tokens a step: look-up itself proposes in few."""
+    template = ChatTemplate.load(folder)
+    if template is None:
+        report("acceptance not measured: the model has no chat template")
+        return None
+    with build_alone(folder, engine.model_copy(update={"speculation_adaptive": False})) as rank:
+        asked = OwnAnswers(rank, Tokenizer.load(folder), template, (), seed=0)
+        try:
+            asked.take(tokens, lambda _: None)
+        except CheckpointError as error:
+            report(f"acceptance not measured: {error.message}")
+            return None
+        speculator = rank.engine.speculator
+    if speculator is None:
+        raise InternalError("engine.speculation: expected a speculator, got none")
+    most = min(speculator.most, MOST_TOKENS)
+    per_step = asked.given_tokens / max(1, asked.given_tokens - speculator.accepted)
+    found = Acceptance(round(chance_of(per_step, most), 3), most, round(_draft_share(speculator), 3))
+    report(f"speculation gives {per_step:.2f} tokens a step, and a draft takes {found.draft_share:.1%} of one")
+    return found
+
+
+def _draft_share(speculator: Speculator) -> float:
+    """Time to draft a token, of a step of one token."""
+    if speculator.drafting is None or not speculator.pass_costs.is_known:
+        return 0.0
+    pass_s, step_s = sum(speculator.pass_costs.line()), sum(speculator.costs.line())
+    return min(1.0, pass_s / step_s / (speculator.most if speculator.drafting.at_once else 1))
 
 
 def _host_cores(

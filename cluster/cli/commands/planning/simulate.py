@@ -80,7 +80,7 @@ def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
     )
     console.print(f"step times: {cost}", style="dim")
     for note in result.notes:
-        console.print(f"note: {note}", style="dim")
+        console.print(f"note: {note}", style="dim", markup=False)
     console.print(latencies(result))
     console.print(_pools(result))
     for line in _lines(result):
@@ -125,7 +125,7 @@ def outcome_lines(result: Outcome) -> list[str]:
     lines = [
         f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}{handoffs}",
         f"{result.requests_per_s:.2f} requests/s, {result.prompt_tokens_per_s:.0f} prompt and "
-        f"{result.output_tokens_per_s:.0f} output tokens/s",
+        f"{result.output_tokens_per_s:.0f} output tokens/s ({result.served_tokens_per_s:.0f} until the last token)",
     ]
     if result.hit_rate is not None:
         possible = f"(an infinite cache: {result.possible_hit_rate:.1%})"

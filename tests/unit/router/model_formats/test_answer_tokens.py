@@ -17,7 +17,7 @@ from tandem.text.tokenizer import Tokenizer
 from tests.unit.router.model_formats.answers import ANSWERS, Answer, chunked, parse
 
 VOCAB = 400
-CHUNKINGS = 100_000 // len(ANSWERS) + 1 if os.environ.get("TANDEM_SOAK") else 20  # of each answer
+CHUNKINGS = 100_000 // len(ANSWERS) + 1 if os.environ.get("TANDEM_SOAK") else 10  # of each answer
 
 
 class Models:

@@ -111,7 +111,7 @@ def test_what_is_no_valid_call_is_refused(model: Model, format: str, mode: Mode)
     assert not model.allows(made, bad)
     assert not model.allows(made, written(format, ("get_weather", {"days": 2})))  # city is required
     assert not model.allows(made, written(format, ("launch", {})))
-    for size in range(good.index("get_weather") + 1, good.rindex("2")):  # cut off
+    for size in range(good.index("get_weather") + 1, good.rindex("2"), 3):  # cut off
         assert not model.allows(made, good[:size])
 
 
