@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,8 +57,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(inside.parts[0] if inside.parts[0] in WHOLE else str(inside)))
 
 
+def pytest_collection() -> None:
+    """What collection makes lives to the end, and the garbage collector would walk all of it again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """pytest-xdist appends the group to the name of a test by a private part of pytest."""
+    gc.freeze()
+    gc.enable()
     is_grouped = hasattr(session.config, "workerinput") and session.config.getoption("loadgroup")
     if is_grouped and not all("@" in item.nodeid.rpartition("]")[2] for item in session.items):
         raise pytest.UsageError("pytest-xdist does not group tests with this pytest: install scripts/constraints.txt")

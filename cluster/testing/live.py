@@ -28,9 +28,9 @@ from tandem.config.model import ModelSpec, PoolSpec, Role
 from tandem.config.security import TlsSpec
 from tandem.config.transfer import TransferSpec, TransportKind, WireDtype
 from tandem.rpc.grpc_options import SERVER_OPTIONS
+from tandem.testing.fork import ForkServer, Process
 from tandem.testing.machines import HOME, Machines
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
-from worker.testing.fork import ForkServer, Process
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 START_TIMEOUT_S = 300.0
@@ -135,7 +135,7 @@ class LiveWorker:
 
     Args:
         rank_module: the program of a rank, with `--launch` and `--rank`.
-        forks: forks the ranks; None starts each as a process of its own.
+        forks: forks all of them; None starts each as a process of its own.
         machines: starts it on the machine that has its name.
     """
 
@@ -149,27 +149,27 @@ class LiveWorker:
     ) -> None:
         self.launch = launch
         self.log = log
-        self._machines = machines
+        self._machines, self._forks = machines, forks
         self._rank_module = rank_module
         run_dir = Path(launch.run_dir)
         run_dir.mkdir(mode=0o700)
         launch_file = run_dir / "launch.json"
         launch_file.write_text(launch.model_dump_json())
         self.agents = [self._start("kvtransfer.agent", "--socket", launch.agent_socket(r)) for r in range(launch.tp)]
-        self.ranks = [self._start_rank(forks, str(launch_file), str(r)) for r in range(launch.tp)]
+        self.ranks = [self._start_rank(str(launch_file), str(r)) for r in range(launch.tp)]
         self.service = self._start("worker.service", "--launch", launch_file)
 
-    def _start_rank(self, forks: ForkServer | None, launch_file: str, rank: str) -> Process:
+    def _start_rank(self, launch_file: str, rank: str) -> Process:
         arguments: tuple[str, ...] = ("--launch", launch_file, "--rank", rank)
         if self.launch.engine.device == "cuda":
             arguments += ("--device", f"cuda:{rank}")
-        if forks is None:
-            return self._start(self._rank_module, *arguments)
-        return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
+        return self._start(self._rank_module, *arguments)
 
-    def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
+    def _start(self, module: str, *arguments: object) -> Process:
         command = [sys.executable, "-m", module, *map(str, arguments)]
         env = os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"})
+        if self._forks is not None and self._machines is None:
+            return self._forks.start(module, [str(each) for each in arguments], self.log, env)
 
         def start() -> subprocess.Popen[bytes]:
             with self.log.open("ab") as log:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.pool import FakePool
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
+from tandem.testing.fork import ForkServer, Process
 
 M = TypeVar("M", bound=msgspec.Struct)
 WAIT_S = 90.0  # of a busy machine
@@ -64,6 +66,14 @@ class FakeKv:
         token_bytes = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype).token_bytes
         shape = (self.blocks, model.layers, 2, model.kv_heads, model.block_tokens, token_bytes)
         self.data: Bytes = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+@cache
+def agents() -> ForkServer:
+    """For all tests of a process: most of an agent's start is imports."""
+    server = ForkServer("kvtransfer.testing.agent", env=AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    atexit.register(server.close)
+    return server
 
 
 class FakeRank:
@@ -93,13 +103,13 @@ class FakeRank:
         self._tasks: set[asyncio.Task[None]] = set()
         self.process = self.start_agent()
 
-    def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
-        """Starts or restarts the agent. `launcher` replaces the module, to inject faults."""
+    def start_agent(self, *launcher: str) -> Process:
+        """Starts or restarts the agent. `launcher` replaces the module and its arguments, to inject faults."""
         if self.worker.host is not None:
             return self.worker.host
-        command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
-        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(command, env=environment)
+        module, *arguments = launcher or self.worker.launcher
+        log, environment = self.socket_path.with_suffix(".log"), os.environ | AGENT_ENV
+        self.process = agents().start(module, [*arguments, "--socket", str(self.socket_path)], log, environment)
         return self.process
 
     def connect(self) -> None:
@@ -230,12 +240,12 @@ class FakeWorker:
         digests: bool = True,
         connects: bool = False,
         ttl_s: float = 30.0,  # of a busy machine
-        launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
+        launcher: tuple[str, ...] = ("kvtransfer.agent",),
         protocol: int = PROTOCOL_VERSION,
         int8: bool = False,
         tls: TlsFiles | None = None,
         device: str = "",
-        host: subprocess.Popen[bytes] | None = None,
+        host: Process | None = None,
     ) -> None:
         self.host = host  # a process that runs the agents; None: each has its own
         self.folder = folder / worker_id

@@ -165,7 +165,7 @@ def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
         )
         await complete(start(prefill, decode, 1))
 
-    launcher = ("-m", "kvtransfer.testing.agent", "--faults", faults.to_json())
+    launcher = ("kvtransfer.testing.agent", "--faults", faults.to_json())
     between(tmp_path, (NAME, NAME), check, launcher=launcher)
 
 

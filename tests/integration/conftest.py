@@ -22,7 +22,7 @@ from tandem.config.model import ModelSpec, Role
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.config.transfer import TransferSpec
-from worker.testing.fork import ForkServer
+from tandem.testing.fork import ForkServer
 from worker.testing.session import assert_conserved, open_session
 
 RANK_MODULE = "cluster.backends.rank_process"
@@ -31,8 +31,8 @@ StartPair = Callable[..., AbstractAsyncContextManager[LivePair]]
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
-    """Ranks begin with torch imported."""
-    server = ForkServer(RANK_MODULE)
+    """The processes of workers begin with their imports done."""
+    server = ForkServer(RANK_MODULE, "worker.service", "kvtransfer.agent.agent")
     yield server
     server.close()
 

@@ -15,10 +15,10 @@ from router.service import RouterService
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Role
 from tandem.request import SamplingParams
+from tandem.testing.fork import Process
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference
 from tests.integration.conftest import Routed, StartRouted
-from worker.testing.fork import Process
 
 VOCAB = 300
 MAX_TOKENS = 60

@@ -32,11 +32,12 @@ from tandem.config.model import ModelSpec, Role
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.config.transfer import TransferSpec
 from tandem.request import SamplingParams
+from tandem.testing.fork import ForkServer
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.conftest import Reference
-from worker.testing.fork import ForkServer
+from tests.integration.conftest import RANK_MODULE
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
@@ -151,7 +152,7 @@ async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkSer
     redis.start()
     try:
         async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(workers(folder, forks.module, redis.url, forks))
+            running = await stack.enter_async_context(workers(folder, RANK_MODULE, redis.url, forks))
             model = ModelSpec(source=str(model_dir), engine=ENGINE)
             infos = await asyncio.gather(
                 *(running.start(name, role, model, TransferSpec()) for name, role in ROLES.items())

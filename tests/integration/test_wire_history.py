@@ -39,10 +39,10 @@ from tandem.config.engine import EngineSpec
 from tandem.config.model import ModelSpec, Role
 from tandem.config.transfer import TransferSpec
 from tandem.rpc.versions import CONTROL_VERSIONS, common_version
+from tandem.testing.fork import ForkServer
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2
 from worker.registration import Registration
-from worker.testing.fork import ForkServer
 
 WIRE = Path(__file__).parents[1] / "data" / "wire"
 TODAY = {

@@ -42,7 +42,7 @@ SLOW_S = 0.6
 
 def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
     settings = FaultSettings(every=1, points=(point,), kinds=(kind,), delay_s=delay_s)
-    return ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())
+    return ("kvtransfer.testing.agent", "--faults", settings.to_json())
 
 
 SLOW = faulty("place", "delay", delay_s=SLOW_S)

@@ -32,7 +32,7 @@ LARGE = FakeModel(head_dim=1024, block_tokens=8)  # 256 KiB for a block and laye
 
 
 def faulty(settings: FaultSettings) -> dict[str, Any]:
-    return {"launcher": ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())}
+    return {"launcher": ("kvtransfer.testing.agent", "--faults", settings.to_json())}
 
 
 async def pair(

@@ -89,7 +89,7 @@ async def test_a_large_prompt_in_scattered_blocks_arrives(make_worker: MakeWorke
 
 def faulty(point: str, *kinds: str) -> dict[str, Any]:
     settings = FaultSettings(every=1, points=(point,), kinds=kinds, limit=1)
-    return {"launcher": ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())}
+    return {"launcher": ("kvtransfer.testing.agent", "--faults", settings.to_json())}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ RECEIVER_STAGES = ("prepare", "join", "probed", "accept", "fetch", "place", "ack
 async def test_a_peer_killed_at_any_stage_of_messages_costs_its_handoffs_and_no_more(
     make_worker: MakeWorker, victim: str, stage: str
 ) -> None:
-    fatal = {"launcher": ("-m", "kvtransfer.testing.agent", "--killed-at", stage)}
+    fatal = {"launcher": ("kvtransfer.testing.agent", "--killed-at", stage)}
     first, second = (fatal, None) if victim == "prefill" else (None, fatal)
     prefill, decode = await pair(make_worker, prefill=first, decode=second, transport="nccl")
     dead, alive = (prefill, decode) if victim == "prefill" else (decode, prefill)
@@ -222,7 +222,7 @@ async def test_a_peer_killed_at_any_stage_of_messages_costs_its_handoffs_and_no_
     failed = await alive.ranks[0].expect(kind, ticket_id=broken.ticket_id, timeout_s=15.0)
     assert failed.cause in (HandoffCause.PEER_LOST, HandoffCause.TRANSPORT)
 
-    dead.ranks[0].start_agent("-m", "kvtransfer.agent")
+    dead.ranks[0].start_agent("kvtransfer.agent")
     dead.attached[0] = await dead.ranks[0].expect(Attached, timeout_s=30.0)
     prefill.set_peers_of(decode)
     decode.set_peers_of(prefill)

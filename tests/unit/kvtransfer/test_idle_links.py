@@ -21,7 +21,7 @@ from kvtransfer.control import (
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 
 MakeWorker = Callable[..., FakeWorker]
-ONE_WARM = ("-m", "kvtransfer.testing.agent", "--warm-links", "1")
+ONE_WARM = ("kvtransfer.testing.agent", "--warm-links", "1")
 
 
 async def cluster(make_worker: MakeWorker, count: int = 3) -> tuple[FakeWorker, list[FakeWorker]]:

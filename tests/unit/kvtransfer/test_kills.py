@@ -172,7 +172,7 @@ async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
 ) -> None:
     """Its peer moves on in time with another; what it does when it goes on again reaches no block of anybody else."""
     slow = FaultSettings(every=2, kinds=("delay",), points=("place", "push"), delay_s=0.01)
-    faults = ("-m", "kvtransfer.testing.agent", "--faults", slow.to_json())
+    faults = ("kvtransfer.testing.agent", "--faults", slow.to_json())
     prefill, decode = await start(
         cluster, "prefill-0", "decode-0", transport=transport, ttl_s=2 * WITHIN_S, launcher=faults
     )
@@ -209,7 +209,7 @@ async def test_a_hung_operation_costs_its_handoff_and_its_agent_is_replaced(
     cluster: FakeCluster, victim: str, point: str
 ) -> None:
     hang = FaultSettings(every=1, first=10, limit=1, kinds=("hang",), points=(point,))
-    launcher = ("-m", "kvtransfer.testing.agent", "--faults", hang.to_json())
+    launcher = ("kvtransfer.testing.agent", "--faults", hang.to_json())
     for name in ("prefill-0", "decode-0"):
         await start(cluster, name, **({"launcher": launcher} if name == victim else {}))
     hung = cluster.members[victim].worker.ranks[0]

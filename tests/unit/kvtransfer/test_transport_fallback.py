@@ -17,7 +17,7 @@ MakeWorker = Callable[..., FakeWorker]
 def failing(point: str, times: int) -> dict[str, object]:
     """An agent whose first openings fail, at the sending end (connect, send_probe) or the receiving one."""
     faults = FaultSettings(every=1, limit=times, points=(point,), kinds=("fail",))
-    return {"launcher": ("-m", "kvtransfer.testing.agent", "--faults", faults.to_json())}
+    return {"launcher": ("kvtransfer.testing.agent", "--faults", faults.to_json())}
 
 
 async def opened(make_worker: MakeWorker, point: str, times: int, **options: object) -> tuple[Handoff, LinkReport]:

@@ -43,7 +43,7 @@ def test_no_code_of_a_handoff_looks_at_the_wall_clock(package: str) -> None:
 
 @pytest.mark.acceptance(12, here="transfer agents")
 async def test_agents_whose_wall_clock_jumps_by_hours_hand_off_as_ever(cluster: FakeCluster) -> None:
-    jumping = ("-m", "kvtransfer.testing.agent", "--wall-clock-steps")
+    jumping = ("kvtransfer.testing.agent", "--wall-clock-steps")
     await cluster.start("prefill-0", connects=True, ttl_s=60.0, launcher=jumping)
     await cluster.start("decode-0", ttl_s=60.0, launcher=jumping)
     for number in range(100):

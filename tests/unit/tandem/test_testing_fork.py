@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.testing.fork import ForkServer
+from tandem.testing.fork import ForkServer
 
 PROGRAM = """
 import os, sys, time
@@ -37,9 +37,9 @@ def test_a_program_runs_with_its_arguments_and_environment_and_its_end_is_told(
 ) -> None:
     log = tmp_path / "log"
     env = os.environ | {"WORD": "word"}
-    assert server.start(("a",), log, env).wait(60) == 7
-    assert server.start(("fail",), log, env).wait(60) == 1
-    hangs = server.start(("hang",), log, env)
+    assert server.start("some_program", ("a",), log, env).wait(60) == 7
+    assert server.start("some_program", ("fail",), log, env).wait(60) == 1
+    hangs = server.start("some_program", ("hang",), log, env)
     assert hangs.poll() is None
     hangs.send_signal(signal.SIGTERM)
     assert hangs.wait(60) == -signal.SIGTERM

@@ -1,10 +1,10 @@
 """A fork server for tests. Its processes start at once, because the imports are done: torch alone takes seconds.
 
-    python -m worker.testing.fork MODULE
+    python -m tandem.testing.fork MODULE...
 
-imports MODULE, then reads one JSON object per line and answers each with one line. `{"arguments", "log", "env"}` forks
-a process that runs MODULE as a program and returns its pid. `{"poll"}` returns the exit code of a pid, null while it
-runs. The server exits at the end of its input. Importing MODULE must start no thread.
+imports each MODULE, then reads one JSON object per line and answers each with one line. `{"module", "arguments", "log",
+"env"}` forks a process that runs `module` as a program and returns its pid. `{"poll"}` returns the exit code of a pid,
+null while it runs. The server exits at the end of its input. Importing a MODULE must start no thread.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 POLL_S = 0.01
@@ -38,25 +39,31 @@ class Process(Protocol):
 
     def send_signal(self, sig: int) -> None: ...
 
+    def terminate(self) -> None: ...
+
     def kill(self) -> None: ...
 
 
 class ForkServer:
-    """Starts `module` as a program, any number of times."""
+    """Starts programs that import `modules`, any number of times.
 
-    def __init__(self, module: str) -> None:
-        self.module = module
+    `env` adds to the environment of the server itself, where the C library looks: programs cannot change it.
+    """
+
+    def __init__(self, *modules: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.modules = modules
         self._lock = threading.Lock()  # tests stop workers in threads
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "worker.testing.fork", module],
+            [sys.executable, "-m", "tandem.testing.fork", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
             text=True,
         )
 
-    def start(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> ForkedProcess:
-        return ForkedProcess(self, self.call({"arguments": list(arguments), "log": str(log), "env": dict(env)}))
+    def start(self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> ForkedProcess:
+        request = {"module": module, "arguments": list(arguments), "log": str(log), "env": dict(env)}
+        return ForkedProcess(self, module, self.call(request))
 
     def call(self, request: Mapping[str, Any]) -> Any:
         """Sends one request and returns the answer. Raises RuntimeError when the server is gone."""
@@ -66,7 +73,7 @@ class ForkServer:
             print(json.dumps(request), file=self._process.stdin, flush=True)
             line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the fork server of {self.module} is gone")
+            raise RuntimeError(f"the fork server of {self.modules[0]} is gone")
         return json.loads(line)
 
     def close(self) -> None:
@@ -77,9 +84,9 @@ class ForkServer:
 class ForkedProcess:
     """A child of the server. Only the server can wait for it."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, server: ForkServer, module: str, pid: int) -> None:
         self.pid = pid
-        self._server = server
+        self._server, self._module = server, module
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -92,13 +99,16 @@ class ForkedProcess:
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline_s is not None and time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(self._server.module, timeout or 0.0)
+                raise subprocess.TimeoutExpired(self._module, timeout or 0.0)
             time.sleep(POLL_S)
         return code
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:  # until the server has waited for it, the pid is not reused
             os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -134,8 +144,9 @@ def exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def serve(module: str) -> None:
-    importlib.import_module(module)
+def serve(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # keeps the shared pages shared: the collector does not write to them
     for line in sys.stdin:
@@ -143,9 +154,9 @@ def serve(module: str) -> None:
         if "poll" in request:
             answer = exit_code(request["poll"])
         elif not (answer := os.fork()):
-            run_child(module, **request)
+            run_child(**request)
         print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1:])
