@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ Manifests = dict[tuple[str, str], Manifest]
 
 @pytest.fixture(scope="session")
 def helm() -> str:
+    os.environ.setdefault("GOGC", "off")  # helm ends before a collection of its garbage pays
     found = subprocess.run([ROOT / "scripts" / "fetch-helm.sh"], check=True, capture_output=True, text=True)
     return found.stdout.strip()
 
