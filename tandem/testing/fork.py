@@ -57,7 +57,7 @@ class ForkServer:
             [sys.executable, "-m", "tandem.testing.fork", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             text=True,
         )
 
