@@ -16,7 +16,7 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
 from router.observe.pace_observer import PaceObserver
-from router.policies.placement import named_policy
+from router.policies.types import PlacementRules
 from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
@@ -34,7 +34,9 @@ PUMP_EVERY_S = 0.001
 class SimCluster:
     """The core's `Carrier`, and the `WorkerHost` of its workers."""
 
-    def __init__(self, trace: TrafficTrace, setup: Setup, loop: EventLoop, measurements: RunMeasurements) -> None:
+    def __init__(
+        self, trace: TrafficTrace, setup: Setup, rules: PlacementRules, loop: EventLoop, measurements: RunMeasurements
+    ) -> None:
         self._trace, self._setup, self._loop, self._measurements = trace, setup, loop, measurements
         self._classes = {each.name for each in setup.router.classes}
         self._hashes = TraceBlockHashes(trace.prefixes, setup.block_tokens)
@@ -43,9 +45,7 @@ class SimCluster:
         facts = Facts()
         measurements.subscribe(facts)
         PaceObserver(self.fleet).subscribe(facts)
-        self.core = RequestCore(
-            setup.router, named_policy(setup.router), self.fleet, self.cache.mirror, loop, self, facts
-        )
+        self.core = RequestCore(setup.router, rules, self.fleet, self.cache.mirror, loop, self, facts)
         self._workers = FrameHandler(setup, loop, self._hashes, self._send_event, self._last_token_s)
         self._next_pump_s: float | None = None
         self._pumped_s = -PUMP_EVERY_S

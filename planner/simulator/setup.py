@@ -32,6 +32,7 @@ class PoolSetup:
     max_step_tokens: int | None = None
     batches: BatchRule | None = None
     acceptance: Acceptance | None = None
+    longest_step_s: float | None = None  # chunks of prompts shrink until a step takes at most this
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,16 @@ class Slo:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}: expected an objective above 0 s, got {value:g}", field=name)
+
+
+class Paper(StrEnum):
+    """A paper whose rule places requests instead of the router's own."""
+
+    DEFLECTION = "deflection"
+    PPD = "ppd"
+    LAPS = "laps"
+    ECOSERVE = "ecoserve"
+    TAICHI = "taichi"
 
 
 class FaultKind(StrEnum):
@@ -106,6 +117,7 @@ class Setup:
     caches: bool = True  # False: prompts share no prefix, and caches are not tracked
     network_s: float = NETWORK_S
     faults: tuple[Fault, ...] = ()
+    paper: Paper | None = None
     autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)
     host: HostCores | None = None
     can_change_roles: bool = True

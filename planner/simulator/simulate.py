@@ -10,6 +10,7 @@ from planner.simulator.autoscaling import SimAutoscaler, objectives_of
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
 from planner.simulator.measurements import RunMeasurements
+from planner.simulator.papers import with_paper
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
 from planner.traces.trace import TrafficTrace
@@ -30,13 +31,13 @@ def simulate(
 ) -> SimResult:
     """Simulates every request of `trace` to its end, or until more than `most_misses` have missed an objective.
 
-    Raises ConfigError if a fault names an unknown worker.
+    Raises ConfigError if a fault names an unknown worker, or the paper is about other clusters.
     """
     slo = slo or Slo()
     loop = EventLoop()
     measurements = RunMeasurements(trace, slo)
-    setup = replace(setup, caches=trace.prefixes is not None)
-    cluster = SimCluster(trace, setup, loop, measurements)
+    setup, rules = with_paper(replace(setup, caches=trace.prefixes is not None), slo)
+    cluster = SimCluster(trace, setup, rules, loop, measurements)
     for fault in setup.faults:
         _plan_fault(fault, cluster, loop)
 

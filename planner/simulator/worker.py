@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
-from planner.cost import CostModel, PrefillWork
+from planner.cost import LEAST_CHUNK, CostModel, PrefillWork, largest_chunk
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
 from planner.simulator.links import SimPort
@@ -79,7 +79,8 @@ class SimWorker:
             batches=pool.batches,
             speculator=None if pool.acceptance is None else pool.acceptance.speculator(),
         )
-        self._acceptance = pool.acceptance
+        self._acceptance, self._longest_step_s = pool.acceptance, pool.longest_step_s
+        self._most_step_tokens = self.scheduler.max_step_tokens
         self.cost: CostModel = pool.cost
         self.account = Account()
         self.attached: dict[str, RequestRun] = {}  # requests whose events reach the router, by wire id
@@ -174,6 +175,8 @@ class SimWorker:
         if self._cores is None and (steps := self.scheduler.steady_steps(MAX_REPEATED_STEPS)):
             self._begin_repeat(steps)
             return
+        if self._longest_step_s is not None and self.scheduler.waiting_tokens:
+            self.scheduler.max_step_tokens = self._step_tokens_now(self._longest_step_s)
         plan = self.scheduler.schedule()
         for sequence_id, error in plan.failed:
             self._host.failed(self, sequence_id, error)
@@ -203,6 +206,12 @@ class SimWorker:
             self._loop.call_at(now_s + seconds, self._end, self._generation, plan, now_s)
         else:
             self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s))
+
+    def _step_tokens_now(self, longest_s: float) -> int:
+        decoding = [each for each in self.scheduler.decoding if each.pending_tokens == 1]
+        batch, context = len(decoding), sum(each.computed + 1 for each in decoding)
+        chunk, _ = largest_chunk(self.cost, self._most_step_tokens - batch, batch, context, longest_s)
+        return batch + max(chunk, LEAST_CHUNK)
 
     def _resume(self) -> None:
         if not self._stepping and not self.lost:

@@ -95,6 +95,20 @@ class WaitReason(StrEnum):
     PREFILL_FULL = "prefill_full"
 
 
+class PlacementRules(Protocol):
+    """What the core asks where a request goes."""
+
+    def place(
+        self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
+    ) -> Placement | WaitReason: ...
+
+    def another_decode(
+        self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill: Candidate
+    ) -> Candidate | None: ...
+
+    def next_decode(self, query: PlacementQuery, decode_workers: Sequence[Candidate]) -> Candidate | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The chosen workers. `prefill` None: local prefill on the decode worker."""

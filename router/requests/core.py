@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from router.admission.request_queue import RequestQueue
-from router.policies.placement import PlacementPolicy
-from router.policies.types import Placement, WaitReason
+from router.policies.types import Placement, PlacementRules, WaitReason
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -55,7 +54,7 @@ class RequestCore:
     def __init__(
         self,
         spec: RouterSpec,
-        policy: PlacementPolicy,
+        policy: PlacementRules,
         fleet: FleetView,
         index: PrefixIndex,
         clock: Clock,

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.policies.placement import PlacementPolicy
-from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
+from router.policies.types import Candidate, Placement, PlacementQuery, PlacementRules, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.prefix_index.mirror import WorkerKey
 from router.requests.state_machine import RequestRun
@@ -81,7 +80,7 @@ class PlacementSeen(msgspec.Struct, frozen=True):
 class Placer:
     """Iterates over the requests that are on workers."""
 
-    def __init__(self, policy: PlacementPolicy, fleet: FleetView, index: PrefixIndex, clock: Clock) -> None:
+    def __init__(self, policy: PlacementRules, fleet: FleetView, index: PrefixIndex, clock: Clock) -> None:
         self._policy, self._fleet, self._index = policy, fleet, index
         self._in_flight = InFlightPrefills(clock)
         self._charges: dict[RequestRun, list[tuple[WorkerKey, Charge]]] = {}

@@ -137,6 +137,13 @@ def simulate(
     autoscale: Annotated[
         bool, typer.Option("--autoscale", help="Turn the autoscaler on: roles follow the load.")
     ] = False,
+    paper: Annotated[
+        str | None,
+        typer.Option(
+            help="Place requests by the rule of a paper: deflection, ppd, laps, ecoserve or taichi (docs/papers.md). "
+            "Default: as the router does."
+        ),
+    ] = None,
 ) -> None:
     """Run a trace through a simulated cluster. Shows latencies, objectives met, and use of workers and links."""
     from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
@@ -162,6 +169,7 @@ def simulate(
         tuple(fault or ()),
         json,
         autoscale,
+        paper,
     )
     raise typer.Exit(run_simulate(flags))
 

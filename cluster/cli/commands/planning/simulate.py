@@ -18,9 +18,10 @@ from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec
 from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
-from planner.simulator.setup import Fault, Setup, Slo
+from planner.simulator.setup import Fault, Paper, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
+from tandem.errors import ConfigError
 from tandem.text.words import plural
 
 
@@ -37,6 +38,7 @@ class SimulateFlags:
     faults: tuple[str, ...] = ()
     json: bool = False
     autoscale: bool = False
+    paper: str | None = None
 
 
 def run_simulate(flags: SimulateFlags) -> int:
@@ -54,7 +56,7 @@ def run_simulate(flags: SimulateFlags) -> int:
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean_tokens = float(trace.prompt_tokens.mean())
     setup = setup_of_spec(spec, hardware, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
-    setup = replace(setup, faults=tuple(Fault.parse(each) for each in flags.faults))
+    setup = replace(setup, faults=tuple(Fault.parse(each) for each in flags.faults), paper=_paper(flags.paper))
     cost = describe_cost(hardware, setup.decode.tp)
     result = _run(trace, setup, flags)
     if flags.json:
@@ -62,6 +64,13 @@ def run_simulate(flags: SimulateFlags) -> int:
     else:
         show(result, setup, cost, console())
     return 0
+
+
+def _paper(name: str | None) -> Paper | None:
+    """Raises ConfigError."""
+    if name is None or name in list(Paper):
+        return None if name is None else Paper(name)
+    raise ConfigError(f"--paper: expected one of {', '.join(Paper)}, got {name!r}", field="--paper")
 
 
 def _run(trace: TrafficTrace, setup: Setup, flags: SimulateFlags) -> SimResult:
