@@ -32,7 +32,7 @@ from planner.search.evaluate import Evaluator, Job
 from planner.search.headroom import largest_load
 from planner.search.layout import ClusterLayout, layouts
 from planner.search.traffic import busiest
-from planner.simulator.setup import Slo
+from planner.simulator.setup import Paper, Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, synthetic_trace
@@ -172,15 +172,17 @@ class Served:
 
 
 class Loads:
-    """The largest loads that layouts serve of one traffic. A layout that missed a load is taken to miss all above."""
+    """The largest loads that layouts serve of one traffic, placed by the router or by a paper's rule. A layout that
+    missed a load is taken to miss all above."""
 
-    def __init__(self, trace: TrafficTrace, hardware: Hardware, slo: Slo) -> None:
+    def __init__(self, trace: TrafficTrace, hardware: Hardware, slo: Slo, paper: Paper | None = None) -> None:
         assert slo.ttft_s is not None
         self._trace, self._hardware, self._slo = trace, hardware, slo
-        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING)
+        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING, paper)
         self._misses = allowed_misses(ATTAINMENT, len(trace))
         self._most = max(1.0, trace.span_s / slo.ttft_s)  # then all requests arrive within one TTFT objective
         self._analysis, self._is_met = cache(self._analysis_at), cache(self._simulate)
+        self._is_bounded = paper is not Paper.TAICHI  # its prefill workers decode too
         self.simulated = 0
 
     @property
@@ -214,7 +216,7 @@ class Loads:
 
     def meets(self, layout: ClusterLayout, load: float, resample: int = 0) -> bool:
         """`resample`: the number of the other traffic of the same kind; 0: the traffic itself."""
-        if not resample and not self._analysis(load).bounds(layout).possible:
+        if self._is_bounded and not resample and not self._analysis(load).bounds(layout).possible:
             return False
         return self._is_met(layout, load, resample)
 

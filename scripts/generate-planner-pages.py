@@ -1,4 +1,5 @@
-"""Writes tables and a picture from what benchmarks printed: docs/disaggregate-or-not.md and docs/others-answers.md.
+"""Writes tables and a picture from what benchmarks printed into docs/disaggregate-or-not.md, docs/others-answers.md
+and docs/placement-papers.md.
 
 generate-planner-pages.py [--check]     --check: writes nothing; exits 1 if a page or the picture is stale
 """
@@ -22,6 +23,8 @@ GRID = ROOT / "benchmarks" / "planner_grid.jsonl"
 GRID_PAGE = ROOT / "docs" / "disaggregate-or-not.md"
 ANSWERS = ROOT / "benchmarks" / "planner_answers.jsonl"
 ANSWERS_PAGE = ROOT / "docs" / "others-answers.md"
+PAPERS = ROOT / "benchmarks" / "planner_papers.jsonl"
+PAPERS_PAGE = ROOT / "docs" / "placement-papers.md"
 PICTURE = ROOT / "docs" / "pictures" / "disaggregate-or-not.svg"
 BEGIN, END = "<!-- written by scripts/generate-planner-pages.py -->", "<!-- end of what is written -->"
 
@@ -234,6 +237,27 @@ def answers(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(["", *table([head, *rows]), ""])
 
 
+# ---- the rules of papers
+
+
+def papers(lines: Sequence[dict[str, Any]]) -> str:
+    """A row for each traffic and objectives, a column for each rule."""
+    rules = list(dict.fromkeys(line["rule"] for line in lines))
+    rows = []
+    for _, some in groupby(lines, key=lambda line: (line["traffic"], line["objectives"])):
+        found = {line["rule"]: line for line in some}
+        first = found[rules[0]]
+        asked = f"{first['traffic']}, TTFT {first['ttft_s']:.2g} s, TPOT {1000 * first['tpot_s']:.2g} ms"
+        rows.append([asked, *(rule_cell(found[rule]) for rule in rules)])
+    return "\n".join(["", *table([["traffic and objectives", *rules], *rows]), ""])
+
+
+def rule_cell(line: dict[str, Any]) -> str:
+    if line["layout"] is None:
+        return "none"
+    return f"{line['value']:.2f} by `{line['layout'].removeprefix('aggregated ')}`"
+
+
 def main(*, check: bool) -> int:
     cells = [Cell(line) for line in read(GRID)]
     made = picture(cells)
@@ -243,7 +267,8 @@ def main(*, check: bool) -> int:
     if not check:
         PICTURE.write_text(made)
     stale = write_part(GRID_PAGE, BEGIN, END, tables(cells), check=check)
-    return stale or write_part(ANSWERS_PAGE, BEGIN, END, answers(read(ANSWERS)), check=check)
+    stale = stale or write_part(ANSWERS_PAGE, BEGIN, END, answers(read(ANSWERS)), check=check)
+    return stale or write_part(PAPERS_PAGE, BEGIN, END, papers(read(PAPERS)), check=check)
 
 
 if __name__ == "__main__":

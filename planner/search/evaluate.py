@@ -9,7 +9,7 @@ from planner.hardware import Hardware, make_setup, simulated_block_tokens
 from planner.search.layout import ClusterLayout
 from planner.search.traffic import busiest
 from planner.simulator.result import SimResult
-from planner.simulator.setup import Setup, Slo
+from planner.simulator.setup import Paper, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
 from tandem.config.router import RouterSpec
@@ -91,12 +91,14 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The inputs that all jobs share. `trace`: the requests to simulate."""
+    """The inputs that all jobs share. `trace`: the requests to simulate. `paper`: its rule places them; None: the
+    router's does."""
 
     trace: TrafficTrace
     hardware: Hardware
     slo: Slo
     max_running_requests: int = 256
+    paper: Paper | None = None
 
     def evaluate(self, job: Job) -> Evaluation:
         trace = busiest(self.trace, job.requests)
@@ -110,7 +112,7 @@ class Evaluator:
 
     def setup(self, layout: ClusterLayout, steps: float = 1.0) -> Setup:
         hardware, prefixes = replace(self.hardware, stretch=steps), self.trace.prefixes
-        return make_setup(
+        setup = make_setup(
             hardware,
             None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp),
             hardware.pool(layout.decode_workers, layout.decode_tp),
@@ -123,6 +125,7 @@ class Evaluator:
                 None if prefixes is None else prefixes.block_tokens,
             ),
         )
+        return replace(setup, paper=self.paper)
 
 
 def router_spec(layout: ClusterLayout) -> RouterSpec:

@@ -1,8 +1,8 @@
 """Placement rules that papers propose, in place of the router's own: baselines for it, on the same simulated workers.
 
 Each is written from its paper, for what a router sees of a worker (`Candidate`) and for a plan's step costs. Of what a
-paper changes inside an engine, only the size of chunks is simulated. docs/papers.md says what is left out, and what
-each paper claims beside what is found here.
+paper changes inside an engine, only the size of chunks is simulated. docs/placement-papers.md says what is left out,
+and what each paper claims beside what is found here.
 """
 
 from __future__ import annotations

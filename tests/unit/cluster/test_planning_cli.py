@@ -45,6 +45,19 @@ def test_simulate_shows_people_the_same() -> None:
     assert "finished 60" in result.stdout
 
 
+def test_simulate_places_by_the_rule_of_a_paper() -> None:
+    result = run("simulate", *TRAFFIC, *MODEL, "--paper", "laps", "--json")
+    report = json.loads(result.stdout)
+    assert (report["paper"], report["handoffs"]) == ("laps", 60)
+    assert "1 device, placed by ecoserve" in run(
+        "simulate", *TRAFFIC, *MODEL, "--prefill", "0", "--paper", "ecoserve"
+    ).stdout.replace("\n", " ")
+    result = run("simulate", *TRAFFIC, *MODEL, "--paper", "orca")
+    assert isinstance(result.exception, ConfigError)
+    expected = "--paper: expected one of deflection, ppd, laps, ecoserve, taichi, got 'orca'"
+    assert result.exception.message == expected
+
+
 def test_simulate_takes_the_spec_that_tandem_up_takes(tmp_path: Path) -> None:
     spec = tmp_path / "cluster.yaml"
     spec.write_text("models: [{source: llama-3-8b, prefill: {workers: 2}, decode: {workers: 3}}]\n")

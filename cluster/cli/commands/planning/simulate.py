@@ -60,7 +60,7 @@ def run_simulate(flags: SimulateFlags) -> int:
     cost = describe_cost(hardware, setup.decode.tp)
     result = _run(trace, setup, flags)
     if flags.json:
-        print(json.dumps({"cost_model": cost, **result.to_json()}, indent=2, allow_nan=False))
+        print(json.dumps({"cost_model": cost, "paper": setup.paper, **result.to_json()}, indent=2, allow_nan=False))
     else:
         show(result, setup, cost, console())
     return 0
@@ -85,7 +85,7 @@ def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
     shape = " + ".join(f"{pool.workers} {role.value} x TP {pool.tp}" for role, pool in setup.pools())
     console.print(
         f"[bold]{result.trace}[/]: {result.requests} requests over {result.span_s:.0f} s on {shape}, "
-        f"{plural(setup.devices, 'device')}"
+        f"{plural(setup.devices, 'device')}{'' if setup.paper is None else f', placed by {setup.paper.value}'}"
     )
     console.print(f"step times: {cost}", style="dim")
     for note in result.notes:
