@@ -104,6 +104,7 @@ async def bulk(
                     connects=name == "prefill-0",
                     ttl_s=TIMEOUT_S,
                     device=device,
+                    own_processes=True,
                 )
                 workers.append(worker)
             prefill, decode = workers

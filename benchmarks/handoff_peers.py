@@ -31,8 +31,9 @@ async def running(count: int) -> AsyncIterator[tuple[FakeWorker, list[FakeWorker
         workers: list[FakeWorker] = []
         try:
             prefill = FakeWorker(
-                Path(folder), "prefill-0", MODEL, num_blocks=512, transport="tcp", connects=True, ttl_s=TIMEOUT_S
-            )
+                Path(folder), "prefill-0", MODEL, num_blocks=512, transport="tcp", connects=True, ttl_s=TIMEOUT_S,
+                own_processes=True,
+            )  # fmt: skip
             workers.append(prefill)
             for number in range(count):
                 name = f"decode-{number}"

@@ -95,7 +95,7 @@ def answers(question: Question, requests: int = REQUESTS, place: Place = PLACE) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planner_papers", description=(__doc__ or "").split(":")[0]
+        prog="python -m benchmarks.planner_papers", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--traces", type=Path, help="a folder with recorded traces; without it, no question of theirs")
     parser.add_argument("--cell", default="", help="only questions with this in their names")

@@ -51,14 +51,14 @@ LEAST_CHUNK = 16  # tokens of a prompt in a step; it is never cut smaller
 
 
 def largest_chunk(
-    cost: CostModel, most: int, batch: int, context_tokens: int, longest_s: float | None
+    cost: CostModel, most: int, start: int, batch: int, context_tokens: int, longest_s: float
 ) -> tuple[int, float]:
-    """Halves a chunk of a prompt from `most` tokens until its step, in which `batch` requests decode too, takes at most
-    `longest_s` (None: any time). Returns its tokens and the time of the step; (0, 0.0): none is short enough."""
+    """Halves a chunk of a prompt, from `most` tokens after the first `start`, until its step, in which `batch` requests
+    decode too, takes at most `longest_s`. Returns its tokens and the time of the step; (0, 0.0): none is so short."""
     chunk = most
     while chunk >= LEAST_CHUNK:
-        step_s = cost.step_s([PrefillWork(chunk, 0)], batch, context_tokens)
-        if longest_s is None or step_s <= longest_s:
+        step_s = cost.step_s([PrefillWork(chunk, start)], batch, context_tokens)
+        if step_s <= longest_s:
             return chunk, step_s
         chunk //= 2
     return 0, 0.0

@@ -135,7 +135,8 @@ class LiveWorker:
 
     Args:
         rank_module: the program of a rank, with `--launch` and `--rank`.
-        forks: forks all of them; None starts each as a process of its own.
+        forks: forks all of them, with the C library's settings of the server instead of AGENT_ENV's; None starts
+            each as a process of its own.
         machines: starts it on the machine that has its name.
     """
 

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,18 @@ class FakeRank:
         """Starts or restarts the agent. `launcher` replaces the module and its arguments, to inject faults."""
         if self.worker.host is not None:
             return self.worker.host
-        module, *arguments = launcher or self.worker.launcher
-        log, environment = self.socket_path.with_suffix(".log"), os.environ | AGENT_ENV
-        self.process = agents().start(module, [*arguments, "--socket", str(self.socket_path)], log, environment)
+        module, *arguments = [*(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
+        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        if self.worker.own_processes:
+            self.process = subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment)
+        else:
+            self.process = agents().start(module, arguments, self.log, environment)
         return self.process
+
+    @property
+    def log(self) -> Path:
+        """What its agents wrote."""
+        return self.socket_path.with_suffix(".log")
 
     def connect(self) -> None:
         self._local.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
@@ -190,9 +199,14 @@ class FakeRank:
                     return message
             return None
 
-        async with asyncio.timeout(timeout_s), self._changed:
-            while (message := found()) is None:
-                await self._changed.wait()
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                while (message := found()) is None:
+                    await self._changed.wait()
+        except TimeoutError as error:
+            if self.log.exists():
+                error.add_note(self.log.read_text()[-4000:])
+            raise
         return message
 
     def write(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:
@@ -246,8 +260,10 @@ class FakeWorker:
         tls: TlsFiles | None = None,
         device: str = "",
         host: Process | None = None,
+        own_processes: bool = False,  # started as in production, for figures of a process
     ) -> None:
         self.host = host  # a process that runs the agents; None: each has its own
+        self.own_processes = own_processes
         self.folder = folder / worker_id
         self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier epoch may have created it
         self.worker_id = worker_id

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
-from planner.cost import CostModel, largest_chunk
-from planner.simulator.setup import Paper, Setup, Slo
+from planner.cost import LEAST_CHUNK, CostModel, largest_chunk
+from planner.simulator.setup import Paper, PoolSetup, Setup, Slo
 from router.policies.placement import PlacementPolicy, named_policy
-from router.policies.predicted_times import handoff_s, prefill_s
+from router.policies.predicted_times import prefill_s
 from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, PlacementRules, WaitReason
 from tandem.config.router import Disaggregation
 from tandem.errors import ConfigError
@@ -23,37 +23,59 @@ from tandem.errors import ConfigError
 HEAVY_STEP_TOKENS = 8192  # of TaiChi's prefill-heavy workers, unless they have more
 SHORT_TOKENS = 256  # LAPS: the largest of its short prefills
 FULL_SHARE = 0.95  # TaiChi: of the KV blocks of a decode-heavy worker that is full
+TURN_SHARE = 0.5  # PPD: of a prompt that is cached, if it is a later turn
 _RECENT = 100  # placements over which LAPS takes its shares
 
 
 def with_paper(setup: Setup, slo: Slo) -> tuple[Setup, PlacementRules]:
     """The setup as `setup.paper` changes its workers, and the rules that place requests; None: the router's own.
 
-    Raises ConfigError if the paper is about other clusters than this one.
+    Raises ConfigError if the paper is about other clusters than this one, or needs an objective.
     """
     paper = setup.paper
     if paper is None:
         return setup, named_policy(setup.router)
     if (setup.prefill is None) is not (paper is Paper.ECOSERVE):
-        expected = "an aggregated cluster" if paper is Paper.ECOSERVE else "prefill workers"
-        raise ConfigError(f"--paper {paper.value}: expected {expected}", field="--paper")
-    disaggregation = Disaggregation.NEVER if paper is Paper.ECOSERVE else Disaggregation.ALWAYS
-    usual = named_policy(setup.router.model_copy(update={"disaggregation": disaggregation}))
+        raise _wrong(paper, "an aggregated cluster" if paper is Paper.ECOSERVE else "prefill workers")
+    if setup.autoscaler.enabled:
+        raise _wrong(paper, "no autoscaler, because the rule gives each worker its part for good")
+    if slo.ttft_s is None or slo.tpot_s is None:
+        raise _wrong(paper, "--ttft and --tpot with it")
+    if paper is Paper.TAICHI:
+        setup = _with_heavy_prefills(setup)
+    most = max(_step_tokens(setup, pool) for _, pool in setup.pools())
+    changes = {
+        "disaggregation": Disaggregation.NEVER if paper is Paper.ECOSERVE else Disaggregation.ALWAYS,
+        "max_prefill_tokens_in_flight": max(setup.router.max_prefill_tokens_in_flight, 2 * most),
+    }
+    setup = replace(setup, router=setup.router.model_copy(update=changes))
+    usual = named_policy(setup.router)
     match paper:
         case Paper.DEFLECTION:
             setup = replace(setup, decode=replace(setup.decode, longest_step_s=slo.tpot_s))
-            return setup, Deflection(usual, slo, _Chunks.of(setup, slo))
+            return setup, Deflection(usual, slo.ttft_s, slo.tpot_s, _Chunks.of(setup, slo.tpot_s))
         case Paper.PPD:
-            return setup, PrefillCapableDecode(usual, slo)
+            return setup, PrefillCapableDecode(usual, slo.ttft_s, slo.tpot_s)
         case Paper.LAPS:
-            return setup, LengthAwarePrefill(usual, slo)
+            return setup, LengthAwarePrefill(usual, slo.ttft_s, slo.tpot_s)
         case Paper.ECOSERVE:
-            return setup, RollingActivation(usual, slo)
+            return setup, RollingActivation(usual, slo.ttft_s, slo.tpot_s, setup.block_tokens)
         case Paper.TAICHI:
-            assert setup.prefill is not None
-            heavy = max(HEAVY_STEP_TOKENS, setup.prefill.max_step_tokens or setup.max_step_tokens)
-            setup = replace(setup, prefill=replace(setup.prefill, max_step_tokens=heavy))
-            return setup, LatencyShifting(usual, slo, _Chunks.of(setup, Slo()))
+            return setup, LatencyShifting(usual, slo.ttft_s, slo.tpot_s, _Chunks.of(setup, math.inf))
+
+
+def _wrong(paper: Paper, expected: str) -> ConfigError:
+    return ConfigError(f"--paper {paper.value}: expected {expected}", field="--paper")
+
+
+def _with_heavy_prefills(setup: Setup) -> Setup:
+    assert setup.prefill is not None
+    heavy = max(HEAVY_STEP_TOKENS, _step_tokens(setup, setup.prefill))
+    return replace(setup, prefill=replace(setup.prefill, max_step_tokens=heavy))
+
+
+def _step_tokens(setup: Setup, pool: PoolSetup) -> int:
+    return pool.max_step_tokens or setup.max_step_tokens
 
 
 @dataclass(slots=True)
@@ -61,7 +83,8 @@ class _PaperRules:
     """`usual`: the router's policy, which always hands off, or never in an aggregated cluster."""
 
     usual: PlacementPolicy
-    slo: Slo
+    ttft_s: float
+    tpot_s: float
 
     def another_decode(
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill: Candidate
@@ -73,7 +96,11 @@ class _PaperRules:
 
     def _with_room(self, query: PlacementQuery, workers: Sequence[Candidate]) -> list[Candidate]:
         room = self.usual.prefill_room
-        return [each for each in workers if each.worker_id not in query.excluded and room.keep(query, each)]
+        return [each for each in _allowed(query, workers) if room.keep(query, each)]
+
+
+def _allowed(query: PlacementQuery, workers: Sequence[Candidate]) -> list[Candidate]:
+    return [each for each in workers if each.worker_id not in query.excluded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +110,11 @@ class _Chunks:
     cost: CostModel
     step_tokens: int
     block_tokens: int
-    tpot_s: float | None
+    longest_s: float
 
     @classmethod
-    def of(cls, setup: Setup, slo: Slo) -> _Chunks:
-        pool = setup.decode
-        return cls(pool.cost, pool.max_step_tokens or setup.max_step_tokens, setup.block_tokens, slo.tpot_s)
+    def of(cls, setup: Setup, longest_s: float) -> _Chunks:
+        return cls(setup.decode.cost, _step_tokens(setup, setup.decode), setup.block_tokens, longest_s)
 
     def soonest(self, query: PlacementQuery, workers: Sequence[Candidate]) -> tuple[float, Candidate | None]:
         """The worker whose first token would come first, and when. None: there is none."""
@@ -96,12 +122,14 @@ class _Chunks:
         return min(zip(times_s, workers, strict=True), key=itemgetter(0), default=(math.inf, None))
 
     def _prefill_s(self, query: PlacementQuery, decode: Candidate) -> float:
-        batch = decode.running_requests
+        batch, own = decode.running_requests, decode.uncached_tokens(query)
+        tokens = decode.outstanding_tokens + own
+        most = min(self.step_tokens - batch, max(tokens, LEAST_CHUNK))
         context = (decode.total_blocks - decode.free_blocks) * self.block_tokens
-        chunk, step_s = largest_chunk(self.cost, self.step_tokens - batch, batch, context, self.tpot_s)
-        if chunk == 0:
-            return math.inf
-        return math.ceil((decode.outstanding_tokens + decode.uncached_tokens(query)) / chunk) * step_s
+        middle = decode.cached_tokens + own // 2  # where its middle chunk begins
+        longest_s = self.longest_s if batch else math.inf
+        chunk, step_s = largest_chunk(self.cost, most, middle, batch, context, longest_s)
+        return math.ceil(tokens / chunk) * step_s if chunk else math.inf
 
 
 @dataclass(slots=True)
@@ -115,11 +143,11 @@ class Deflection(_PaperRules):
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
         usual = self.usual.place(query, decode_workers, prefill_workers)
-        handoff_s = math.inf  # waits
+        there_s = math.inf  # it waits
         if isinstance(usual, Placement) and usual.prefill is not None:
-            handoff_s = prefill_s(query, usual.prefill)
+            there_s = prefill_s(query, usual.prefill)
         here_s, decode = self.chunks.soonest(query, self._with_room(query, decode_workers))
-        if decode is not None and here_s < handoff_s:
+        if decode is not None and here_s < there_s:
             return Placement(decode, None, PlacementReason.LOCAL_SOONER)
         return usual
 
@@ -127,13 +155,14 @@ class Deflection(_PaperRules):
 @dataclass(slots=True)
 class PrefillCapableDecode(_PaperRules):
     """PPD (arXiv 2603.13358): a later turn is prefilled on the decode worker that has the earlier ones cached, if its
-    TTFT gains more, as a share of its objective, than the answers that decode there lose of theirs."""
+    TTFT gains more, as a share of its objective, than all answers that decode there lose, as shares of theirs."""
 
     def place(
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
-        homes = [each for each in self._with_room(query, decode_workers) if each.cached_tokens]
         usual = self.usual.place(query, decode_workers, prefill_workers)
+        least = TURN_SHARE * query.prompt_tokens
+        homes = [each for each in self._with_room(query, decode_workers) if each.cached_tokens >= least]
         if not homes:
             return usual
         home = max(homes, key=lambda each: (each.cached_tokens, -each.running_requests))
@@ -143,11 +172,10 @@ class PrefillCapableDecode(_PaperRules):
 
     def _gains(self, query: PlacementQuery, home: Candidate, usual: Placement) -> bool:
         assert usual.prefill is not None
-        there_s = handoff_s(query, usual.decode, prefill_s(query, usual.prefill))
-        gain = (there_s - prefill_s(query, home)) / (self.slo.ttft_s or 1.0)
+        there_s = usual.decode.pace.reserve_s + prefill_s(query, usual.prefill)
         own_s = home.uncached_tokens(query) * home.pace.prefill_s_per_token
-        loss = own_s / max(1, query.answer_tokens) / (self.slo.tpot_s or 1.0) if home.running_requests else 0.0
-        return gain >= loss
+        lost_s = home.running_requests * own_s / max(1, query.answer_tokens)  # of TPOT
+        return (there_s - prefill_s(query, home)) / self.ttft_s >= lost_s / self.tpot_s
 
 
 @dataclass(slots=True)
@@ -162,22 +190,25 @@ class LengthAwarePrefill(_PaperRules):
     ) -> Placement | WaitReason:
         if len(prefill_workers) < 2:
             return self.usual.place(query, decode_workers, prefill_workers)
-        tokens = min(each.uncached_tokens(query) for each in prefill_workers)
-        is_short = tokens <= SHORT_TOKENS
         ordered, own = sorted(prefill_workers, key=lambda each: each.worker_id), self._short_workers(prefill_workers)
-        group = ordered[:own] if is_short else ordered[own:]
-        found = self.usual.place(query, decode_workers, group)
-        if (
-            found is WaitReason.PREFILL_FULL
-        ):  # waits at its worker: in the router's queue it would hold up the other kind
-            decode = self.usual.decode.choose(query, decode_workers)
-            if decode is not None:
-                soonest = min(group, key=lambda each: prefill_s(query, each))
-                found = Placement(decode, soonest, PlacementReason.HANDOFF_CONFIGURED)
+        tokens = min(each.uncached_tokens(query) for each in ordered[:own])
+        is_short = tokens <= SHORT_TOKENS
+        found = self._in_group(query, decode_workers, ordered[:own] if is_short else ordered[own:])
         if isinstance(found, Placement):
             self._tokens = {kind: seen * (1 - 1 / _RECENT) for kind, seen in self._tokens.items()}
-            self._tokens[is_short] += tokens
+            self._tokens[is_short] += found.prefiller.uncached_tokens(query)
         return found
+
+    def _in_group(
+        self, query: PlacementQuery, decode_workers: Sequence[Candidate], group: Sequence[Candidate]
+    ) -> Placement | WaitReason:
+        """If all of the group are full, it waits at one of them: in the router's queue it would hold up the others."""
+        found, allowed = self.usual.place(query, decode_workers, group), _allowed(query, group)
+        if found is not WaitReason.PREFILL_FULL or not allowed:
+            return found
+        soonest = min(allowed, key=lambda each: prefill_s(query, each))
+        decode = self.usual.another_decode(query, decode_workers, soonest)
+        return found if decode is None else Placement(decode, soonest, PlacementReason.HANDOFF_CONFIGURED)
 
     def _short_workers(self, prefill_workers: Sequence[Candidate]) -> int:
         both, number = sum(self._tokens.values()), len(prefill_workers)
@@ -188,8 +219,10 @@ class LengthAwarePrefill(_PaperRules):
 @dataclass(slots=True)
 class RollingActivation(_PaperRules):
     """EcoServe (arXiv 2504.18154): one worker of an aggregated cluster takes prompts until another would come too late,
-    or would stop what decodes there for longer than it is ahead of its TPOT objective; then the next one does."""
+    find no KV blocks, or stop what decodes there for longer than it is ahead of its TPOT objective; then the next one
+    does. If none is in time, the router's own rule places the prompt."""
 
+    block_tokens: int
     _active: str = ""
 
     def place(
@@ -204,12 +237,12 @@ class RollingActivation(_PaperRules):
         return self.usual.place(query, decode_workers, ())
 
     def _is_in_time(self, query: PlacementQuery, worker: Candidate) -> bool:
-        stop_s = prefill_s(query, worker)
-        if self.slo.ttft_s is not None and stop_s > self.slo.ttft_s:
+        stop_s, needed = prefill_s(query, worker), query.prompt_tokens + query.answer_tokens
+        if stop_s > self.ttft_s or worker.free_blocks * self.block_tokens < needed:
             return False
-        if self.slo.tpot_s is None or not worker.running_requests:
+        if not worker.running_requests:
             return True
-        ahead_s = self.slo.tpot_s - worker.pace.tpot_at_s(worker.running_requests)
+        ahead_s = self.tpot_s - worker.pace.tpot_at_s(worker.running_requests)
         return stop_s <= ahead_s * query.answer_tokens / 2  # of an answer that is half done, as they are on average
 
 
@@ -224,11 +257,11 @@ class LatencyShifting(_PaperRules):
     def place(
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
-        if not decode_workers:
-            return WaitReason.NO_DECODE_WORKER
+        if not decode_workers or not prefill_workers:
+            return self.usual.place(query, decode_workers, prefill_workers)
         light = [each for each in decode_workers if not _is_full(each)]
         here_s, decode = self.chunks.soonest(query, self._with_room(query, light))
-        if decode is not None and here_s <= (self.slo.ttft_s or math.inf):
+        if decode is not None and here_s <= self.ttft_s:
             return Placement(decode, None, PlacementReason.LOCAL_SOONER)
         heavy = self._with_room(query, prefill_workers)
         if not heavy:

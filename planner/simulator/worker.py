@@ -172,11 +172,11 @@ class SimWorker:
             self._host.changed(self, room=False)
 
     def _begin(self) -> None:
+        if self._longest_step_s is not None:
+            self.scheduler.max_step_tokens = self._step_tokens_now(self._longest_step_s)
         if self._cores is None and (steps := self.scheduler.steady_steps(MAX_REPEATED_STEPS)):
             self._begin_repeat(steps)
             return
-        if self._longest_step_s is not None and self.scheduler.waiting_tokens:
-            self.scheduler.max_step_tokens = self._step_tokens_now(self._longest_step_s)
         plan = self.scheduler.schedule()
         for sequence_id, error in plan.failed:
             self._host.failed(self, sequence_id, error)
@@ -208,10 +208,16 @@ class SimWorker:
             self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s))
 
     def _step_tokens_now(self, longest_s: float) -> int:
-        decoding = [each for each in self.scheduler.decoding if each.pending_tokens == 1]
+        """All of a step if no prompt is there; beside requests that decode, a prompt gets the least chunk or more."""
+        if not self.scheduler.waiting_tokens:
+            return self._most_step_tokens
+        running = self.scheduler.decoding
+        decoding = [each for each in running if each.pending_tokens == 1]
+        start = max((each.computed for each in running if each.pending_tokens > 1), default=0)
         batch, context = len(decoding), sum(each.computed + 1 for each in decoding)
-        chunk, _ = largest_chunk(self.cost, self._most_step_tokens - batch, batch, context, longest_s)
-        return batch + max(chunk, LEAST_CHUNK)
+        most = self._most_step_tokens - batch
+        chunk, _ = largest_chunk(self.cost, most, start, batch, context, longest_s if batch else math.inf)
+        return min(batch + max(chunk, LEAST_CHUNK), self._most_step_tokens)
 
     def _resume(self) -> None:
         if not self._stepping and not self.lost:

@@ -140,8 +140,8 @@ def simulate(
     paper: Annotated[
         str | None,
         typer.Option(
-            help="Place requests by the rule of a paper: deflection, ppd, laps, ecoserve or taichi. Default: as the "
-            "router does."
+            help="Place requests by the rule of a paper, with --ttft and --tpot: deflection, ppd, laps, ecoserve "
+            "or taichi. Default: as the router does."
         ),
     ] = None,
 ) -> None:

@@ -46,11 +46,12 @@ def test_simulate_shows_people_the_same() -> None:
 
 
 def test_simulate_places_by_the_rule_of_a_paper() -> None:
-    result = run("simulate", *TRAFFIC, *MODEL, "--paper", "laps", "--json")
+    goal = ["--ttft", "1", "--tpot", "0.05"]
+    result = run("simulate", *TRAFFIC, *MODEL, "--paper", "laps", *goal, "--json")
     report = json.loads(result.stdout)
     assert (report["paper"], report["handoffs"]) == ("laps", 60)
     assert "1 device, placed by ecoserve" in run(
-        "simulate", *TRAFFIC, *MODEL, "--prefill", "0", "--paper", "ecoserve"
+        "simulate", *TRAFFIC, *MODEL, "--prefill", "0", "--paper", "ecoserve", *goal
     ).stdout.replace("\n", " ")
     result = run("simulate", *TRAFFIC, *MODEL, "--paper", "orca")
     assert isinstance(result.exception, ConfigError)

@@ -14,6 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"
+QUICK = {"GOGC": "off"}  # helm ends before a collection of its garbage pays
 
 Manifest = dict[str, Any]
 Manifests = dict[tuple[str, str], Manifest]
@@ -21,7 +22,6 @@ Manifests = dict[tuple[str, str], Manifest]
 
 @pytest.fixture(scope="session")
 def helm() -> str:
-    os.environ.setdefault("GOGC", "off")  # helm ends before a collection of its garbage pays
     found = subprocess.run([ROOT / "scripts" / "fetch-helm.sh"], check=True, capture_output=True, text=True)
     return found.stdout.strip()
 
@@ -40,7 +40,7 @@ def render(helm: str) -> Callable[..., Manifests]:
     @functools.cache
     def text(*arguments: str) -> str:
         command = [helm, "template", "test", str(CHART), "--namespace", "serving", *arguments]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        result = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | QUICK)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -53,7 +53,7 @@ def refusal(helm: str) -> Callable[..., str]:
 
     def run(*arguments: str) -> str:
         command = [helm, "template", "test", str(CHART), "--namespace", "serving", *arguments]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        result = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | QUICK)
         assert result.returncode != 0, "expected the values to be refused"
         return result.stderr
 
