@@ -108,7 +108,8 @@ class FakeRank:
         """Starts or restarts the agent. `launcher` replaces the module and its arguments, to inject faults."""
         if self.worker.host is not None:
             return self.worker.host
-        module, *arguments = [*(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
+        module, *others = launcher or self.worker.launcher
+        arguments = [*others, "--socket", str(self.socket_path)]
         environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if self.worker.own_processes:
             self.process = subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment)
