@@ -30,7 +30,7 @@ from planner.traces.read import read_trace
 from planner.traces.trace import TrafficTrace
 
 BALANCED = "balanced"
-REQUESTS = 600
+REQUESTS = 300
 PLACE = Place("llama-3-8b", "h100", 4, (0.015, 0.05))
 TURNS = "mooncake_conversation_head2000.jsonl"
 
