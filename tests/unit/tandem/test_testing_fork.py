@@ -44,7 +44,7 @@ def test_a_program_runs_with_its_arguments_and_environment_and_its_end_is_told(
     assert hangs.poll() is None
     hangs.send_signal(signal.SIGTERM)
     assert hangs.wait(60) == -signal.SIGTERM
-    hangs.kill()  # nobody, any more
+    hangs.kill()  # it has ended: no signal is sent
     text = log.read_text()
     assert text.startswith("said a word\n")
     assert "ValueError: broken" in text
