@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
+from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, StoreKv, VarlenAttention
 from tandem.engine.block_tables import check_blocks
 from tandem.engine.device.events import DONE, record_event
 from tandem.engine.device.graph_recorder import GraphRecorder
@@ -38,6 +38,7 @@ class DecodeGraphs:
         pool: Tensor,
         kernel: PagedKernel,
         recorder: GraphRecorder,
+        store: StoreKv,
         *,
         most_requests: int,
         most_tokens: int,
@@ -46,6 +47,7 @@ class DecodeGraphs:
         self._pool = pool
         self._kernel = kernel
         self._recorder = recorder
+        self._store = store
         self._sizes = batch_sizes(most_requests)
         self._inputs = _Inputs(pool, self._sizes[-1], most_tokens)
         self._logits = torch.empty(self._sizes[-1], model.config.vocab_size, dtype=torch.float32, device=pool.device)
@@ -83,7 +85,7 @@ class DecodeGraphs:
 
     def _decode(self, size: int) -> None:
         inputs = self._inputs
-        attend = VarlenAttention(self._kernel, self._pool, inputs.batch(size), self._model.attention)
+        attend = VarlenAttention(self._kernel, self._pool, inputs.batch(size), self._model.attention, self._store)
         hidden = self._model.hidden(inputs.tokens[:size], inputs.positions[:size], attend)
         logits = self._logits[:size].copy_(self._model.logits(hidden))
         self._best[:size] = best_of(logits)

@@ -195,7 +195,7 @@ def _record(
     if paged is None or paged.kernel is None or paged.recorder is None:
         return None
     graphs = DecodeGraphs(
-        model, pool.with_spare, paged.kernel, paged.recorder,
+        model, pool.with_spare, paged.kernel, paged.recorder, paged.store,
         most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
     )  # fmt: skip
     graphs.record_all()

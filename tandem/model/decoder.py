@@ -160,14 +160,18 @@ class Decoder:
         x = self._ends.embedding(token_ids)
         if self._embedding_scale != 1.0:
             x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
+        added: Tensor | None = None  # to x, by the layer before
         for number, layer in enumerate(self.layers[:layers]):
-            q, k, v = layer.attention.project(layer.attention_norm(x), rotations[self._rope_of[number]])
+            norm = layer.attention_norm
+            x, normed = (x, norm(x)) if added is None else norm.of_sum(x, added)
+            q, k, v = layer.attention.project(normed, rotations[self._rope_of[number]])
             attended = attend(number, q, k, v)
             if on_layer is not None:
                 on_layer(number)
-            x = x + _normed(layer.attention.out(attended), layer.attention_output_norm)
-            x = x + _normed(layer.mlp(layer.mlp_norm(x)), layer.mlp_output_norm)
-        return x
+            added = _normed(layer.attention.out(attended), layer.attention_output_norm)
+            x, normed = layer.mlp_norm.of_sum(x, added)
+            added = _normed(layer.mlp(normed), layer.mlp_output_norm)
+        return x if added is None else x + added
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → the same, as the head gets it."""

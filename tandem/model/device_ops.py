@@ -40,7 +40,7 @@ def ops_error(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
     def some(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=of)
 
-    x, heads, gate_up = some(5, 1544), some(5, 9, 96)[:, 2:7], some(3, 2 * 1500)
+    x, other, heads, gate_up = some(5, 1544), some(5, 1544), some(5, 9, 96)[:, 2:7], some(3, 2 * 1500)
     turns = [(some(5, 1, dims), some(5, 1, dims)) for dims in (96, 32)]
     weights = [some(1544), some(1544, of=torch.float32)]
     weight = some(96)
@@ -48,6 +48,15 @@ def ops_error(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
         made = [
             *((ops.rms_norm(x, each, 1e-5), TORCH_OPS.rms_norm(x, each, 1e-5)) for each in weights),
             (ops.rms_norm(heads, weight, 1e-5), TORCH_OPS.rms_norm(heads, weight, 1e-5)),
+            *(
+                pair
+                for each in weights
+                for pair in zip(
+                    ops.rms_norm_of_sum(x, other, each, 1e-5),
+                    TORCH_OPS.rms_norm_of_sum(x, other, each, 1e-5),
+                    strict=True,
+                )
+            ),
             *((ops.rotate(heads.clone(), each), TORCH_OPS.rotate(heads, each)) for each in turns),
             (ops.gated(gate_up, "silu"), TORCH_OPS.gated(gate_up, "silu")),
             (ops.gated(gate_up, "gelu_tanh"), TORCH_OPS.gated(gate_up, "gelu_tanh")),

@@ -25,6 +25,10 @@ class RmsNorm:
         """[..., width] → the same; the mean square is taken in fp32."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added, both [tokens, width], and the norm of this sum."""
+        return self.ops.rms_norm_of_sum(x, added, self.weight, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelLinear:

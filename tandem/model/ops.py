@@ -26,6 +26,10 @@ class Ops(Protocol):
         """[..., width] → the same. The mean square is computed in fp32, and an fp32 weight is applied in fp32."""
         ...
 
+    def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + added, both [tokens, width] and dense, and the `rms_norm` of this sum."""
+        ...
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """[tokens, 2 · width], gates first → [tokens, width]"""
         ...
@@ -41,6 +45,10 @@ class TorchOps:
         wide = x.float()
         scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
+
+    def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = x + added
+        return x, self.rms_norm(x, weight, eps)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -61,6 +69,10 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.kernels.rms_norm(x, weight, eps)
+
+    def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = x + added
+        return x, self.rms_norm(x, weight, eps)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if gate_up.shape[1] % (2 * LANES):

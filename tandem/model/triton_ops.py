@@ -28,6 +28,16 @@ class TritonOps:
             )  # fmt: skip
         return out
 
+    def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        tokens, width = x.shape
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            _rms_norm_of_sum[(tokens,)](
+                x, added, weight, total, out, eps,
+                width=width, padded=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 1,
+            )  # fmt: skip
+        return total, out
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -72,12 +82,31 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     place = tl.arange(0, padded)
     there = place < width
     wide = tl.load(x + outer * outer_stride + inner * inner_stride + place, mask=there, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    factor = tl.load(weight + place, mask=there, other=0.0)
-    # Rounded like torch's; the product of two rounded numbers is exact in fp32.
-    normed = (wide * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)
     to = out + (outer * tl.num_programs(1) + inner) * width + place
-    tl.store(to, normed.to(out.dtype.element_ty), mask=there)
+    tl.store(to, _normed(wide, weight + place, there, eps, width).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm_of_sum(  # type: ignore[no-untyped-def]
+    x, added, weight, total, out, eps, width: tl.constexpr, padded: tl.constexpr
+):  # fmt: skip
+    row, place = tl.program_id(0).to(tl.int64) * width, tl.arange(0, padded)
+    there = place < width
+    wide = tl.load(x + row + place, mask=there, other=0.0).to(tl.float32)
+    wide += tl.load(added + row + place, mask=there, other=0.0).to(tl.float32)
+    rounded = wide.to(total.dtype.element_ty)
+    tl.store(total + row + place, rounded, mask=there)
+    normed = _normed(rounded.to(tl.float32), weight + place, there, eps, width)
+    tl.store(out + row + place, normed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(wide, weight, there, eps, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 [padded], 0 where nothing is there → the same, of which the result is rounded."""
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    factor = tl.load(weight, mask=there, other=0.0)
+    # Rounded like torch's; the product of two rounded numbers is exact in fp32.
+    return (wide * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.varlen_attention import PagedKernel, PlannedKernel, StepRows, kernel_of_step
+from tandem.engine.attention.varlen_attention import (
+    PagedKernel,
+    PlannedKernel,
+    StepRows,
+    StoreKv,
+    kernel_of_step,
+    store_by_torch,
+)
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.model.decoder import AttentionParams
@@ -81,6 +88,25 @@ def _difference(
     right = answer(plain_attention)
     worst: Tensor = ((answer(kernel_of_step(kernel, rows)) - right).norm(dim=-1) / right.norm(dim=-1)).max()
     return worst
+
+
+def store_error(store: StoreKv, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The error of `store` for keys and values of `dtype`, NaN among them; None if it writes what torch does."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads, dim, page, tokens = layout.kv_heads, layout.head_dim, layout.block_tokens, 9
+    rows = torch.randn(tokens, 3, heads, dim, generator=generator, device=device, dtype=dtype) * 300
+    rows[3, :, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device)
+    cells = torch.randperm(4 * page, generator=generator, device=device)[:tokens]
+    found = []
+    try:
+        for each in (store, store_by_torch):
+            pool = torch.zeros(4, 2, heads, page, dim, device=device, dtype=DTYPES[layout.dtype])
+            each(pool[:, 0], pool[:, 1], rows[:, 1], rows[:, 2], cells // page, cells % page)
+            found.append(pool.float().nan_to_num(nan=1e6))
+        same = torch.equal(*found)
+    except Exception as error:  # as in `kernel_error`
+        return f"{type(error).__name__}: {error}"
+    return None if same else "it writes other values"
 
 
 def plain_attention(

@@ -14,13 +14,14 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import cast
 
 import torch
 from torch.nn import attention
 
-from tandem.engine.attention.paged_check import kernel_error
-from tandem.engine.attention.varlen_attention import PagedKernel, PlannedKernel, StepRows
+from tandem.engine.attention.paged_check import kernel_error, store_error
+from tandem.engine.attention.varlen_attention import PagedKernel, PlannedKernel, StepRows, StoreKv, store_by_torch
 from tandem.engine.device.graph_recorder import CudaGraphRecorder, GraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout
@@ -41,11 +42,12 @@ logger = logging.getLogger(__name__)
 class PagedPath:
     """`kernel` or `planned`, or both. `recorder` None: a decode step is launched operation by operation, as every
     other; else it is recorded with `kernel`. `planned` is for steps that are not recorded; None: they use `kernel`
-    too."""
+    too. `store` writes the keys and values that these read."""
 
     kernel: PagedKernel | None
     recorder: GraphRecorder | None
     planned: PlannedKernel | None = None
+    store: StoreKv = store_by_torch
 
     def of_step(self, rows: StepRows) -> PagedKernel:
         if self.planned is not None:
@@ -70,7 +72,8 @@ def choose_paged_path(
     unrecorded = "FlashInfer plans each step on the host" if kernel is None else changing_shapes(model)
     if unrecorded is not None:
         logger.warning("decode steps are not recorded: %s", unrecorded)
-    return PagedPath(kernel, CudaGraphRecorder(device) if unrecorded is None else None, planned)
+    recorder = CudaGraphRecorder(device) if unrecorded is None else None
+    return PagedPath(kernel, recorder, planned, _checked_store(layout, dtype, device))
 
 
 def changing_shapes(model: Decoder) -> str | None:
@@ -90,6 +93,17 @@ def _checked_kernel(
             return kernel
         logger.warning("cannot use a paged kernel: %s: %s", name, wrong)
     return None
+
+
+def _checked_store(layout: KvPoolLayout, dtype: torch.dtype, device: torch.device) -> StoreKv:
+    if (ours := _triton(device)) is None:
+        return store_by_torch
+    store: StoreKv = ours.TritonAttention.store
+    wrong = store_error(store, layout, dtype, device)
+    if wrong is None:
+        return store
+    logger.warning("storing keys and values with torch, more slowly than Triton: %s", wrong)
+    return store_by_torch
 
 
 def _checked_flashinfer(
@@ -134,9 +148,15 @@ def available_kernels(device: torch.device, pool: torch.dtype) -> Iterator[tuple
         attention.activate_flash_attention_impl("FA3")
         varlen = importlib.import_module("torch.nn.attention.varlen")  # takes over 1 s, which a CPU start can save
         yield "FlashAttention 3", cast(PagedKernel, varlen.varlen_attn)
-    if generation >= _AMPERE and importlib.util.find_spec("triton") is not None:
-        ours = importlib.import_module(
-            "tandem.engine.attention.triton_attention"
-        )  # imports Triton, which CPU machines lack
+    if (ours := _triton(device)) is not None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         yield "Triton", ours.TritonAttention(processors)
+
+
+def _triton(device: torch.device) -> ModuleType | None:
+    """Our kernels, if this GPU and this installation can run them."""
+    if torch.cuda.get_device_capability(device)[0] < _AMPERE or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(
+        "tandem.engine.attention.triton_attention"
+    )  # imports Triton, which CPU machines lack

@@ -22,7 +22,8 @@ def attention_of(
     """By `paged`, else `kernels`, else torch over gathered blocks."""
     if paged is not None:
         rows = StepRows.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks)
-        return VarlenAttention(paged.of_step(rows), pool.tensor, PagedBatch.of(rows, pool.tensor.device), terms)
+        batch = PagedBatch.of(rows, pool.tensor.device)
+        return VarlenAttention(paged.of_step(rows), pool.tensor, batch, terms, paged.store)
     if kernels is None:
         return StepAttention(pool.tensor, pool.layout, sequences, terms)
     return NativeStepAttention(kernels, pool.tensor, pool.layout, sequences, terms)

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.model.fp8 import FP8, LARGEST_FP8
+
 _LEAST_ROWS = 16  # of a matrix product
 _WIDE = 128  # wider heads use half-size tiles, to fit in shared memory
 _PROGRAMS_PER_PROCESSOR = 2
+_JOINED = 8192  # numbers of parts that are combined at a time
 _LOG2_E = 1.4426950408889634
 
 
@@ -49,7 +52,7 @@ class TritonAttention:
         group = triton.next_power_of_2(heads // kv_heads)
         one_query = max_q == 1
         tile = 64 if head_dim <= _WIDE else 32
-        rows = max(_LEAST_ROWS if one_query else 2 * tile, group)
+        rows = max(_LEAST_ROWS if one_query else tile, group)
         tiles = sequences if one_query else tokens // (rows // group) + sequences
         shares = max(2, _PROGRAMS_PER_PROCESSOR * self._processors // kv_heads) if max_k > tile else 0
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -58,8 +61,10 @@ class TritonAttention:
             "left": window_size[0], "group": group, "rows": rows, "tile": tile, "shares": shares,
             "sequences_padded": triton.next_power_of_2(sequences), "all_heads": heads, "heads": heads // kv_heads,
             "dims": head_dim, "dims_padded": triton.next_power_of_2(head_dim), "one_query": one_query,
-            "num_warps": 4 if one_query else 8,
+            "num_warps": 4,
         }  # fmt: skip
+        joined = group if one_query else rows
+        together = max(1, min(16, _JOINED // (joined * sizes["dims_padded"])))
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             _attend[(tiles + shares, kv_heads)](
                 query, key, value, out, parts, edges, cu_seq_q, seqused_k, block_table,
@@ -68,8 +73,22 @@ class TritonAttention:
                 page=page, num_stages=2, **sizes,
             )  # fmt: skip
             if shares:
-                _join[(tiles, kv_heads)](out, parts, edges, cu_seq_q, seqused_k, sequences, **sizes)
+                _join[(tiles, kv_heads)](
+                    out, parts, edges, cu_seq_q, seqused_k, sequences, joined=joined, together=together, **sizes
+                )
         return out
+
+    @staticmethod
+    def store(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        """As `StoreKv`, in one launch."""
+        tokens, heads, dims = k.shape
+        with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]
+            _store[(tokens,)](
+                keys, values, k, v, blocks, offsets, keys.stride(0), keys.stride(1), keys.stride(2),
+                k.stride(0), k.stride(1), v.stride(0), v.stride(1), fp8=keys.dtype == FP8, largest=LARGEST_FP8,
+                heads=heads, heads_padded=triton.next_power_of_2(heads),
+                dims=dims, dims_padded=triton.next_power_of_2(dims),
+            )  # fmt: skip
 
     def _parts(self, most: int, kv_heads: int, rows: int, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """fp32 [most, kv_heads, rows, dims] for the results of tiles with several programs, and [2, ...] for their
@@ -79,6 +98,31 @@ class TritonAttention:
             self._memory[size] = torch.empty(most * kv_heads * rows * (dims + 2), dtype=torch.float32, device=device)
         edge = most * kv_heads * rows * dims
         return self._memory[size][:edge], self._memory[size][edge:]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    keys, values, k, v, blocks, offsets, page_stride, kv_head_stride, cell_stride,
+    k_stride, k_head_stride, v_stride, v_head_stride, fp8: tl.constexpr, largest: tl.constexpr,
+    heads: tl.constexpr, heads_padded: tl.constexpr, dims: tl.constexpr, dims_padded: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    head, dim = tl.arange(0, heads_padded)[:, None], tl.arange(0, dims_padded)[None, :]
+    there = (head < heads) & (dim < dims)
+    to = tl.load(blocks + token) * page_stride + tl.load(offsets + token) * cell_stride + head * kv_head_stride + dim
+    key = tl.load(k + token * k_stride + head * k_head_stride + dim, mask=there, other=0.0)
+    value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=there, other=0.0)
+    if fp8:
+        key, value = _clamped(key.to(tl.float32), largest), _clamped(value.to(tl.float32), largest)
+    tl.store(keys + to, key.to(keys.dtype.element_ty), mask=there)
+    tl.store(values + to, value.to(values.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _clamped(x, largest: tl.constexpr):  # type: ignore[no-untyped-def]
+    """NaN and infinity become NaN."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -largest), largest), float("nan"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -166,11 +210,34 @@ def _attend(  # type: ignore[no-untyped-def]
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     summed = tl.zeros([rows, dims_padded], tl.float32)
-    for at in range(start, end, tile):
+    table = tables + sequence * table_stride
+    at_head = kv_head * kv_head_stride
+    # Every query sees the tiles before `mixed`, so they need no mask. With a window, few are such.
+    mixed = start
+    if left < 0:
+        all_see = tl.minimum(length - queries + first + 1, end)
+        mixed += tl.maximum(all_see - start, 0) // tile * tile
+        for at in range(start, mixed, tile):
+            key = at + tl.arange(0, tile)
+            cell = tl.load(table + key // page).to(tl.int64) * page_stride + (key % page) * cell_stride + at_head
+            if dims == dims_padded:
+                k = tl.load(keys + cell[:, None] + dim[None, :]).to(q.dtype)
+                v = tl.load(values + cell[:, None] + dim[None, :]).to(q.dtype)
+            else:
+                k = tl.load(keys + cell[:, None] + dim[None, :], mask=(dim < dims)[None, :], other=0.0).to(q.dtype)
+                v = tl.load(values + cell[:, None] + dim[None, :], mask=(dim < dims)[None, :], other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            better = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - better[:, None])
+            kept = tl.exp2(best - better)
+            total = total * kept + tl.sum(weights, 1)
+            summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            best = better
+    for at in range(mixed, end, tile):
         key = at + tl.arange(0, tile)
         there = (key < end) & (key >= lowest)
-        block = tl.load(tables + sequence * table_stride + key // page, mask=there, other=0).to(tl.int64)
-        cell = block * page_stride + (key % page) * cell_stride + kv_head * kv_head_stride
+        block = tl.load(table + key // page, mask=there, other=0).to(tl.int64)
+        cell = block * page_stride + (key % page) * cell_stride + at_head
         whole = there[:, None] & (dim < dims)[None, :]
         k = tl.load(keys + cell[:, None] + dim[None, :], mask=whole, other=0.0).to(q.dtype)
         v = tl.load(values + cell[:, None] + dim[None, :], mask=whole, other=0.0).to(q.dtype)
@@ -204,10 +271,10 @@ def _join(  # type: ignore[no-untyped-def]
     out, parts, edges, starts, lengths, sequences,
     left: tl.constexpr, heads: tl.constexpr, group: tl.constexpr, all_heads: tl.constexpr, dims: tl.constexpr,
     dims_padded: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, shares: tl.constexpr,
-    sequences_padded: tl.constexpr, one_query: tl.constexpr,
+    sequences_padded: tl.constexpr, one_query: tl.constexpr, joined: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
-    """Combines the parts of each tile that several programs computed. parts [part, kv_head, rows, dims], not divided
-    yet; edges [part, kv_head, rows, 2]: largest scores, sums."""
+    """Combines the parts of each tile that several programs computed, `together` at a time, in their first `joined`
+    rows. parts [part, kv_head, rows, dims], not divided yet; edges [part, kv_head, rows, 2]: largest scores, sums."""
     kv_head = tl.program_id(1)
     per_tile: tl.constexpr = 1 if one_query else rows // group
     tiles, all_splits, _, parts_before = _work(
@@ -222,24 +289,28 @@ def _join(  # type: ignore[no-untyped-def]
         return
     begin = tl.load(starts + sequence)
     queries = tl.load(starts + sequence + 1) - begin
-    row, dim = tl.arange(0, rows), tl.arange(0, dims_padded)
+    row, dim = tl.arange(0, joined), tl.arange(0, dims_padded)
     place, head = local * per_tile + row // group, row % group
     known = (row // group < per_tile) & (place < queries) & (head < heads)
     inside = known[:, None] & (dim < dims)[None, :]
     first = _of(parts_before, number, sequence) + local * splits
 
-    best = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([rows], tl.float32)
-    summed = tl.zeros([rows, dims_padded], tl.float32)
-    for split in range(0, splits):
-        part = ((first + split) * tl.num_programs(1) + kv_head) * rows + row
-        own = tl.load(edges + 2 * part, mask=known, other=float("-inf"))
-        better = tl.maximum(best, own)
+    best = tl.full([joined], float("-inf"), tl.float32)
+    total = tl.zeros([joined], tl.float32)
+    summed = tl.zeros([joined, dims_padded], tl.float32)
+    for split in range(0, splits, together):
+        some = split + tl.arange(0, together)
+        there = (some < splits)[:, None] & known[None, :]
+        part = ((first + some)[:, None] * tl.num_programs(1) + kv_head) * rows + row[None, :]
+        own = tl.load(edges + 2 * part, mask=there, other=float("-inf"))
+        sums = tl.load(edges + 2 * part + 1, mask=there, other=0.0)
+        whole = there[:, :, None] & (dim < dims)[None, None, :]
+        values = tl.load(parts + part[:, :, None].to(tl.int64) * dims + dim[None, None, :], mask=whole, other=0.0)
+        better = tl.maximum(best, tl.max(own, 0))
         held = tl.where(better == float("-inf"), 0.0, better)
-        kept, added = tl.exp2(best - held), tl.exp2(own - held)  # 0 for a part without visible keys
-        total = total * kept + tl.load(edges + 2 * part + 1, mask=known, other=0.0) * added
-        values = tl.load(parts + part[:, None].to(tl.int64) * dims + dim[None, :], mask=inside, other=0.0)
-        summed = summed * kept[:, None] + values * added[:, None]
+        kept, added = tl.exp2(best - held), tl.exp2(own - held[None, :])  # 0 for a part without visible keys
+        total = total * kept + tl.sum(sums * added, 0)
+        summed = summed * kept[:, None] + tl.sum(values * added[:, :, None], 0)
         best = better
     o_at = out + ((begin + place).to(tl.int64) * all_heads + kv_head * heads + head)[:, None] * dims + dim[None, :]
     tl.store(o_at, (summed / total[:, None]).to(out.dtype.element_ty), mask=inside)

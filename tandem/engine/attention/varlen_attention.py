@@ -49,6 +49,19 @@ class PagedKernel(Protocol):
         ...
 
 
+class StoreKv(Protocol):
+    def __call__(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        """Writes k and v [tokens, kv_heads, head_dim], strided, to cells of keys and values [blocks, kv_heads,
+        block_tokens, head_dim], of equal strides. Other arguments are as in `PagedBatch`."""
+        ...
+
+
+def store_by_torch(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    """A `StoreKv` for any device."""
+    indexable(keys)[blocks, :, offsets] = to_cells(k, keys.dtype)
+    indexable(values)[blocks, :, offsets] = to_cells(v, values.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """A step's sequences and tokens, on the host, as in `PagedBatch`."""
@@ -129,8 +142,16 @@ class PagedBatch:
 class VarlenAttention:
     """`Attend` for one step: writes the step's K and V into the pool, then attends."""
 
-    def __init__(self, kernel: PagedKernel, pool: Tensor, batch: PagedBatch, terms: AttentionParams) -> None:
+    def __init__(
+        self,
+        kernel: PagedKernel,
+        pool: Tensor,
+        batch: PagedBatch,
+        terms: AttentionParams,
+        store: StoreKv = store_by_torch,
+    ) -> None:
         self._kernel = kernel
+        self._store = store
         self._pool = pool
         self._batch = batch
         self._terms = terms
@@ -139,8 +160,7 @@ class VarlenAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         batch, window = self._batch, self._terms.windows[layer]
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
-        indexable(keys)[batch.blocks, :, batch.offsets] = to_cells(k, keys.dtype)
-        indexable(values)[batch.blocks, :, batch.offsets] = to_cells(v, values.dtype)
+        self._store(keys, values, k, v, batch.blocks, batch.offsets)
         attended = self._kernel(
             q,
             keys.transpose(1, 2),

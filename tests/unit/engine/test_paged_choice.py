@@ -62,6 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setitem(sys.modules, "tandem.engine.attention.flashinfer_attention", vendor)
     monkeypatch.setattr(paged_kernels, "available_kernels", lambda *of: iter([("Triton", plain_attention)]))
     monkeypatch.setattr(paged_kernels, "kernel_error", lambda kernel, *of: getattr(found, _name_of(kernel)))
+    monkeypatch.setattr(paged_kernels, "_triton", lambda device: None)
     monkeypatch.setattr(paged_kernels, "CudaGraphRecorder", lambda device: EagerRecorder())
     return found
 

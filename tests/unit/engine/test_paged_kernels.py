@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.paged_check import kernel_error, plain_attention
+from tandem.engine.attention.paged_check import kernel_error, plain_attention, store_error
 from tandem.engine.attention.paged_kernels import choose_paged_path, unsupported_reason
+from tandem.engine.attention.varlen_attention import store_by_torch
 from tandem.engine.factory import Rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams, Decoder
@@ -130,6 +131,38 @@ def test_the_triton_kernel_is_right(dtype: str, sizes: tuple[int, ...]) -> None:
 )
 def test_the_triton_kernel_is_right_for_the_batches_of_a_start(dtype: str, sizes: tuple[int, ...]) -> None:
     assert interpreted(INTERPRETED, "large", dtype, *map(str, sizes)) == "None\n"
+
+
+STORES = """
+from dataclasses import replace
+import torch
+from tandem.engine.attention.paged_check import store_error
+from tandem.engine.attention.triton_attention import TritonAttention
+from tests.unit.engine.test_paged_kernels import CPU, LAYOUT
+
+for layout in (LAYOUT, replace(LAYOUT, kv_heads=3, head_dim=24)):
+    print(store_error(TritonAttention.store, layout, torch.bfloat16, CPU))
+"""
+
+
+@NEEDS_TRITON
+def test_triton_stores_keys_and_values_as_torch_does() -> None:
+    """Not in fp8, which the interpreter rounds in its own way."""
+    assert interpreted(STORES).split() == ["None"] * 2
+
+
+def test_a_wrong_store_is_found() -> None:
+    def one_cell_off(*args: Any) -> None:
+        *before, offsets = args
+        store_by_torch(*before, offsets ^ 1)
+
+    def cannot(*args: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    assert store_error(store_by_torch, LAYOUT, torch.bfloat16, CPU) is None
+    assert store_error(store_by_torch, FP8_LAYOUT, torch.bfloat16, CPU) is None
+    assert store_error(one_cell_off, LAYOUT, torch.bfloat16, CPU) == "it writes other values"
+    assert store_error(cannot, LAYOUT, torch.bfloat16, CPU) == "RuntimeError: no C compiler"
 
 
 SPLITS = """
