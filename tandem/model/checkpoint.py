@@ -24,14 +24,16 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 class Checkpoint:
     """Open it with `Checkpoint.open`. Every error is a CheckpointError naming the tensor and the file."""
 
-    def __init__(self, files: dict[str, tuple[Path, Any]], model_dir: Path) -> None:
+    def __init__(self, files: dict[str, tuple[Path, Any]], model_dir: Path, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         self._files = files
         self._model_dir = model_dir
         self._unread = set(files)
 
     @classmethod
     @contextmanager
-    def open(cls, model_dir: Path) -> Iterator[Checkpoint]:
+    def open(cls, model_dir: Path, device: torch.device | None = None) -> Iterator[Checkpoint]:
+        """`device`: where tensors are read to; None: the CPU."""
         with ExitStack() as stack:
             files: dict[str, tuple[Path, Any]] = {}
             for path, promised in _files(model_dir).items():
@@ -41,7 +43,7 @@ class Checkpoint:
                 if missing:
                     raise CheckpointError(f"{path}: expected tensor {missing[0]}, listed in {INDEX_FILE}, found none")
                 files.update({name: (path, opened) for name in (promised or held)})
-            yield cls(files, model_dir)
+            yield cls(files, model_dir, device)
 
     @classmethod
     @contextmanager
@@ -87,7 +89,7 @@ class Checkpoint:
             if whole.get_dtype() not in _FLOATS:
                 raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_FLOATS)}, got {whole.get_dtype()}")
             index = (rows or slice(None), columns or slice(None))[: len(shape)]
-            part: Tensor = whole[index]
+            part: Tensor = whole[index].to(self._device)  # where the next check takes no time
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
         if not torch.isfinite(part.sum(dtype=torch.float32 if part.dtype != torch.float64 else torch.float64)):

@@ -191,9 +191,10 @@ class WeightReader:
         return self._placed([self.checkpoint.read(name, shape, rows=own)])
 
     def _placed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Copies parts to the device. Safetensors may return views of the mapped file, which could shrink."""
-        joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
-        return joined.to(device=self.device, dtype=self.dtype)
+        """Joins parts on the device. On a CPU, safetensors may return views of the mapped file, which could shrink."""
+        joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        is_view = len(parts) == 1 and joined.device.type == "cpu"
+        return joined.to(self.device, self.dtype, copy=is_view, memory_format=torch.contiguous_format)
 
 
 def _moved(rows: slice, by: int) -> slice:
