@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from tandem.native.library import Kernels
 from tandem.sampling.sampler import TokenLogprob
 
 Row = NDArray[np.float32]  # [vocab_size]
+_MOST_PARTS: Final = 256  # of a row of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,17 @@ class StepOutput:
 
 def best_of(logits: Tensor) -> Tensor:
     """[rows, vocab_size] → [rows] int64 for `launched`. Ties go to the lowest id; NaN counts as largest."""
-    best = logits.argmax(dim=1)
-    return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), NOT_FINITE)
+    rows, vocab = logits.shape
+    parts = _parts_of(vocab)  # a GPU reads one long row with few of its processors
+    values, ids = logits.reshape(rows, parts, -1).max(dim=2)
+    part = values.argmax(dim=1, keepdim=True)
+    best = ids.gather(1, part) + part * (vocab // parts)
+    return best.where(values.gather(1, part).isfinite(), NOT_FINITE).squeeze(1)
+
+
+@cache
+def _parts_of(vocab: int) -> int:
+    return max(parts for parts in range(1, _MOST_PARTS + 1) if vocab % parts == 0)
 
 
 def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
