@@ -16,6 +16,7 @@ from tandem.engine.api import KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
 from tandem.engine.drafts.choose import Target, choose_drafts
 from tandem.engine.engine import Engine
@@ -137,7 +138,10 @@ def build_rank(
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
     drafts = choose_drafts(spec, Target(model_dir, model, matrix, kernels, paged, max_model_tokens))
-    runner_of = partial(ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged)
+    runner_of = partial(
+        ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged,
+        draw_rows=choose_draw_rows(device),
+    )  # fmt: skip
     available, automatic = available_bytes(), spec.cpu_pool_bytes
     if memory is not None:
         steps = partial(_run_largest, runner_of, block, spec, max_model_tokens)

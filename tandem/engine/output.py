@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.engine.api import ScoredToken
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
-from tandem.engine.device.sampler import NOT_FINITE, UNDECIDED, Sampled, sample_on_device
+from tandem.engine.device.sampler import NOT_FINITE, UNDECIDED, DrawRows, Sampled, sample_on_device
 from tandem.engine.step import Draw, SequenceStep
 from tandem.native.library import Kernels
 from tandem.sampling.sampler import TokenLogprob
@@ -153,6 +153,7 @@ class Launched:
     Args:
         logits, best, last: as in `launched`.
         flush: waits until the step's exports are reported, and returns those that failed.
+        draw_rows: as in `sample_on_device`.
     """
 
     def __init__(
@@ -163,15 +164,17 @@ class Launched:
         last: Tensor,
         scores: list[tuple[ScoredToken, ...]],
         flush: Callable[[], frozenset[str]] | None,
+        draw_rows: DrawRows | None,
     ) -> None:
         samples = [(each, number) for each in sequences for number in range(each.samples)]
         sequences = [each for each, _ in samples]
         self._sequences = sequences  # of each sample
         self._scores = scores
         self._flush = flush
+        self._draw_rows = draw_rows
         self._draws = [each.draws[number] if each.draws else None for each, number in samples]
         draws = {sample: draw for sample, draw in enumerate(self._draws) if draw and not sequences[sample].masked}
-        sampled = sample_on_device(logits, best, draws, last) if draws else Sampled(best)
+        sampled = sample_on_device(logits, best, draws, last, None, draw_rows) if draws else Sampled(best)
         self.tokens = sampled.tokens
         of_host = np.flatnonzero([_is_for_host(each) for each in sequences])
         self._rows = _host_copy(logits[to_device(of_host, logits.device)] if len(of_host) else logits[:0])
@@ -185,7 +188,7 @@ class Launched:
         assert self._undrawn is not None
         logits, best, last = self._undrawn
         drawn = {sample: draw for sample in allowed if (draw := self._draws[sample]) is not None}
-        return DeviceChoice(sample_on_device(logits, best, drawn, last, allowed), drawn)
+        return DeviceChoice(sample_on_device(logits, best, drawn, last, allowed, self._draw_rows), drawn)
 
     def wait(self) -> StepOutput:
         """Waits until the device is done. Raises InternalError if it failed."""
@@ -210,9 +213,10 @@ def launched(
     last: Tensor,
     scores: list[tuple[ScoredToken, ...]],
     flush: Callable[[], frozenset[str]] | None = None,
+    draw_rows: DrawRows | None = None,
 ) -> Launched:
     """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each."""
-    return Launched(sequences, logits, best, last, scores, flush)
+    return Launched(sequences, logits, best, last, scores, flush, draw_rows)
 
 
 def _is_for_host(sequence: SequenceStep) -> bool:

@@ -15,6 +15,7 @@ from tandem.engine.attention.step_attention import attention_of
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
+from tandem.engine.device.sampler import DrawRows
 from tandem.engine.drafts.drafter import Drafted, Drafter
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
@@ -32,7 +33,8 @@ REPORT_BYTES = 1 << 20  # KV bytes between reports: each report wakes the agent
 
 class ModelRunner:
     """Args: attention uses `paged`, else `kernels`, else torch over gathered blocks. `graphs` run the steps they
-    accept. `barrier` waits for every rank of the worker; None: there is only one. `drafter`: for steps with drafts."""
+    accept. `barrier` waits for every rank of the worker; None: there is only one. `drafter`: for steps with drafts.
+    `draw_rows`: as in `sample_on_device`."""
 
     def __init__(
         self,
@@ -46,8 +48,10 @@ class ModelRunner:
         paged: PagedPath | None = None,
         graphs: DecodeGraphs | None = None,
         drafter: Drafter | None = None,
+        draw_rows: DrawRows | None = None,
     ) -> None:
         self._kernels = kernels
+        self._draw_rows = draw_rows
         self._host = host
         self._barrier = barrier
         self.drafter = drafter
@@ -84,7 +88,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.takes(step):
             before = self._last.tokens if step.ahead and self._last is not None else None
             logits, best, inputs = self.graphs.run(step.sequences, before)
-            self._last = launched(step.sequences, logits, best, inputs, [], self._reports.flush)
+            self._last = launched(step.sequences, logits, best, inputs, [], self._reports.flush, self._draw_rows)
             return self._last
         sequences = self._drafted(step.sequences, drafted)
         token_ids = [token for sequence in sequences for token in sequence.token_ids]
@@ -115,7 +119,7 @@ class ModelRunner:
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        return launched(sequences, logits, best, inputs[sampled], scores, self._reports.flush)
+        return launched(sequences, logits, best, inputs[sampled], scores, self._reports.flush, self._draw_rows)
 
     def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> Attend:
         return attention_of(self._kernels, self._paged, pool, self._model.attention, sequences)

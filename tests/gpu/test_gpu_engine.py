@@ -16,6 +16,8 @@ from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, available_kernels
 from tandem.engine.attention.varlen_attention import PagedKernel
 from tandem.engine.device.graph_recorder import EagerRecorder
+from tandem.engine.device.sampler import sample_on_device
+from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.factory import Rank
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.tp_group import TpGroup
@@ -28,9 +30,11 @@ from tandem.model.device_ops import choose_ops
 from tandem.model.fp8 import FP8, to_fp8
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
+from tandem.sampling.sampler import choose
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.gpu.conftest import DEVICE, NEEDS_CUDA, ON_GPU, VOCAB, make_recorder
+from tests.unit.engine.test_device_sampler import draw_of, rows_of_all_kinds
 
 pytestmark = pytest.mark.gpu
 KNOWS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -71,6 +75,24 @@ def answers(rank: Rank, count: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_element_wise_work_is_tritons_for_it_is_right(dtype: torch.dtype) -> None:
     assert choose_ops(None, DEVICE, dtype) is not TORCH_OPS
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("vocab", [VOCAB, 50_257, 128_256])
+def test_tokens_are_drawn_by_triton_as_by_the_host(vocab: int) -> None:
+    """Each row also alone, and none is left for the host to decide."""
+    draw_rows = choose_draw_rows(DEVICE)
+    assert draw_rows is not None
+    logits, params = rows_of_all_kinds(64, vocab, vocab)
+    expected = [choose(row.numpy(), each, 9).token_id for row, each in zip(logits, params, strict=True)]
+    there = logits.to(DEVICE)
+    best = there.argmax(dim=1)
+    draws = {row: draw_of(each, 9) for row, each in enumerate(params)}
+    assert sample_on_device(there, best, draws, best, draw_rows=draw_rows).tokens.tolist() == expected
+    for row, draw in draws.items():
+        own = best[row : row + 1]
+        alone = sample_on_device(there[row : row + 1], own, {0: draw}, own, draw_rows=draw_rows)
+        assert alone.tokens.tolist() == expected[row : row + 1]
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])

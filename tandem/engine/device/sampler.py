@@ -1,6 +1,7 @@
 """Samples tokens on the logits' device: the same choice as `tandem/sampling/sampler.py`, from the same noise.
 
-Copying the logits to the host would take longer than a step, and so would sorting them. Rows that top-k or top-p
+Copying the logits to the host would take longer than a step, and so would sorting them. On GPUs Triton's kernels decide
+all rows (`triton_sampler.py`). Here is torch's way, to which they are compared at start: rows that top-k or top-p
 truncates are decided among their largest logits, if these certainly include all that is kept. The few other rows are
 sorted when the host waits for the step.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,6 +31,14 @@ NOT_FINITE: Final = -1
 UNDECIDED: Final = -2  # the candidates may not include all that is kept
 _MASK: Final = 0xFFFFFFFF
 _INTEGERS: Final = 4  # leading rows of `_columns`
+_WHOLE, _NUCLEUS, _LIMITED = range(3)
+
+
+class DrawRows(Protocol):
+    def __call__(self, draws: Sequence[Draw], columns: Tensor, logits: Tensor) -> Tensor:
+        """The tokens of rows, int64 [rows]. Those that top-k limits are the last. columns int64 [8, rows], of
+        `_columns`; logits fp32 [rows, vocab_size], dense. Of a row with NaN: any token."""
+        ...
 
 
 def to_device_together(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
@@ -99,6 +109,7 @@ def sample_on_device(
     draws: Mapping[int, Draw],
     last: Tensor,
     allowed: Mapping[int, NDArray[np.bool_]] | None = None,
+    draw_rows: DrawRows | None = None,
 ) -> Sampled:
     """Draws some samples, of which there is at least one.
 
@@ -107,10 +118,11 @@ def sample_on_device(
         best: int64 [samples], the tokens of samples that are not drawn. NOT_FINITE stays.
         last: int64 [samples], the token before each, for penalties.
         allowed: [vocab_size] each: the tokens among which these samples are drawn; without one: all.
+        draw_rows: decides all samples. None: torch, which leaves some undecided.
     """
-    whole = [sample for sample, draw in draws.items() if not _needs_candidates(draw)]
-    order = [*whole, *(sample for sample, draw in draws.items() if _needs_candidates(draw))]
-    ordered = [draws[sample] for sample in order]
+    effective = {sample: _effective(draw, logits.shape[1]) for sample, draw in draws.items()}
+    order = sorted(draws, key=lambda sample: _kind(effective[sample]))
+    ordered = [effective[sample] for sample in order]
     changed = {row: draw.penalties for row, draw in enumerate(ordered) if draw.penalties is not None}
     scored = [sample for sample, draw in draws.items() if draw.logprobs is not None]
     columns, samples, scored_samples, changed_rows, *changes = to_device_together(
@@ -127,20 +139,28 @@ def sample_on_device(
         masked_rows = to_device(_indices(masked), logits.device)
         values.index_copy_(0, masked_rows, values[masked_rows].masked_fill(~rows_allowed, -torch.inf))
     sampled = Sampled(best)
-    rows = _Rows(ordered, columns, values)
-    drawn = [_among_all(part) for part in rows.part(0, len(whole)).batches()]
-    for part in rows.part(len(whole), len(order)).batches():
+    if draw_rows is not None:
+        drawn = draw_rows(ordered, columns, values)
+    else:
+        drawn = _drawn_by_torch(_Rows(ordered, columns, values), order, sampled)
+    sampled.tokens = best.index_copy(0, samples, drawn).where(best != NOT_FINITE, NOT_FINITE)
+    if scored:
+        most = max(draws[sample].logprobs or 0 for sample in scored)
+        sampled.logprobs = _logprobs(logits[scored_samples], sampled.tokens[scored_samples], most)
+    return sampled
+
+
+def _drawn_by_torch(rows: _Rows, order: Sequence[int], sampled: Sampled) -> Tensor:
+    """Tokens of rows in an order by `_kind`, some UNDECIDED, for which `sampled` keeps the logits."""
+    whole = sum(_kind(draw) == _WHOLE for draw in rows.draws)
+    drawn = [_among_all(part) for part in rows.part(0, whole).batches()]
+    for part in rows.part(whole, len(order)).batches():
         begin = sum(len(each) for each in drawn)
         places = {sample: (len(sampled._truncated), row) for row, sample in enumerate(order[begin : begin + ROWS])}
         sampled._place |= places
         sampled._truncated.append(part)
         drawn.append(_among(part, _candidates(part)))
-    tokens = best.index_copy(0, samples, torch.cat(drawn))
-    sampled.tokens = tokens.where(best != NOT_FINITE, NOT_FINITE)
-    if scored:
-        most = max(draws[sample].logprobs or 0 for sample in scored)
-        sampled.logprobs = _logprobs(logits[scored_samples], sampled.tokens[scored_samples], most)
-    return sampled
+    return torch.cat(drawn)
 
 
 def _to_device_packed(rows: Sequence[NDArray[np.bool_]], device: torch.device) -> Tensor:
@@ -176,8 +196,16 @@ def _best_ids(logits: Tensor, count: int) -> Tensor:
     return _MASK - ((in_order << 32) + (_MASK - ids)).topk(count, dim=1).values.bitwise_and(_MASK)
 
 
-def _needs_candidates(draw: Draw) -> bool:
-    return draw.temperature >= COLDEST and (bool(draw.top_k) or draw.top_p < 1.0)
+def _effective(draw: Draw, vocab: int) -> Draw:
+    """Without truncation that changes nothing."""
+    if draw.temperature < COLDEST and (draw.top_k or draw.top_p < 1.0 or draw.min_p > 0.0):
+        return msgspec.structs.replace(draw, top_k=0, top_p=1.0, min_p=0.0)
+    return msgspec.structs.replace(draw, top_k=0) if draw.top_k >= vocab else draw
+
+
+def _kind(draw: Draw) -> int:
+    """Order of rows, so that those of a kind are together."""
+    return _LIMITED if draw.top_k else _NUCLEUS if draw.top_p < 1.0 else _WHOLE
 
 
 def _columns(draws: Sequence[Draw]) -> NDArray[np.int64]:

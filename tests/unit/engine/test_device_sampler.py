@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.device import copies as device_copies
 from tandem.engine.device import sampler as device_sampler
-from tandem.engine.device.sampler import CANDIDATES, ROWS, UNDECIDED, Sampled, sample_on_device
+from tandem.engine.device.sampler import CANDIDATES, ROWS, UNDECIDED, DrawRows, Sampled, sample_on_device
 from tandem.engine.output import best_of, launched
 from tandem.engine.step import Draw, SequenceStep
 from tandem.engine.step_inputs import next_draw
@@ -42,6 +42,35 @@ def tokens_of(logits: Tensor, draws: Several[Draw]) -> list[int]:
     sampled = sample(logits, draws)
     tokens: list[int] = sampled.tokens.tolist()
     return [sampled.decide(row) if token == UNDECIDED else token for row, token in enumerate(tokens)]
+
+
+def rows_of_all_kinds(count: int, vocab: int, seed: int) -> tuple[Tensor, list[SamplingParams]]:
+    """Flat and peaked logits, equal ones, and some that are never drawn; and how to draw from each."""
+    draw = random.Random(seed)
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed))
+    for row in logits:
+        row *= draw.choice((0.0, 0.01, 1.0, 4.0, 12.0))
+        if draw.random() < 0.4:
+            row.copy_((row * draw.choice((1.0, 8.0))).round() / 8.0)
+        if draw.random() < 0.3:
+            row[draw.randrange(3) :: draw.choice((2, 3, 50))] = -torch.inf
+    params = [
+        SamplingParams(
+            temperature=draw.choice((0.0, 0.2, 0.8, 1.0, 2.5)),
+            top_k=draw.choice((None, None, None, 1, 7, 50, vocab - 1, vocab, 2**31 - 1)),
+            top_p=draw.choice((1.0, 1.0, 0.95, 0.9, 0.5, 0.02)),
+            min_p=draw.choice((0.0, 0.0, 0.05, 0.6, 1.0)),
+            seed=draw.choice((0, draw.randrange(2**64))),
+        )
+        for _ in range(count)
+    ]
+    return logits, params
+
+
+def test_rows_of_all_kinds_draw_what_the_host_draws() -> None:
+    logits, params = rows_of_all_kinds(200, VOCAB, 5)
+    expected = [choose(row.numpy(), each, 9).token_id for row, each in zip(logits, params, strict=True)]
+    assert tokens_of(logits, [draw_of(each, 9) for each in params]) == expected
 
 
 def test_every_kind_of_truncation_draws_what_the_host_draws() -> None:
@@ -148,6 +177,10 @@ def random_params(draw: random.Random, number: int) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_penalties_biases_and_logprobs_are_those_of_the_host(seed: int) -> None:
+    check_requests(seed, None)
+
+
+def check_requests(seed: int, draw_rows: DrawRows | None) -> None:
     """Of requests in their prompt and in their answer, of which some was generated elsewhere. The host knows the last
     token only after the launch."""
     draw = random.Random(seed)
@@ -165,7 +198,7 @@ def test_penalties_biases_and_logprobs_are_those_of_the_host(seed: int) -> None:
         lasts.append(tokens[-1])
         ahead = replace(own, tokens=[*tokens[:-1], 0] if generated else tokens, _history=None, _history_tokens=0)
         steps.append(SequenceStep([1], 4, [0], 1, draws=[next_draw(ahead)]))
-    output = launched(steps, logits, best_of(logits), torch.tensor(lasts), []).wait()
+    output = launched(steps, logits, best_of(logits), torch.tensor(lasts), [], draw_rows=draw_rows).wait()
     assert output.tokens == [choice.token_id for choice in expected]
     for number, choice in enumerate(expected):
         found = output.logprobs.get(number)
