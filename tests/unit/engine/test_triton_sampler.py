@@ -38,6 +38,34 @@ for begin in range(0, count, together):
 print("the same")
 """
 
+EDGES = """
+from functools import partial
+import torch
+from tandem.engine.device.sampler import sample_on_device
+from tandem.engine.device.triton_sampler import draw_rows
+from tandem.request import SamplingParams
+from tandem.sampling.sampler import choose
+from tests.unit.engine.test_device_sampler import draw_of
+
+def check(logits, params):
+    expected = [choose(row.numpy(), each, 3).token_id for row, each in zip(logits, params)]
+    best, draws = logits.argmax(dim=1), {row: draw_of(each, 3) for row, each in enumerate(params)}
+    chunked = partial(draw_rows, block=128)
+    assert sample_on_device(logits, best, draws, best, draw_rows=chunked).tokens.tolist() == expected
+
+equal = torch.zeros(12, 300)
+equal[:, 100:106] = 2.0  # in two chunks
+equal[:, 140:146] = 2.0
+check(equal, [SamplingParams(top_k=6 + seed % 2, seed=seed) for seed in range(12)])
+check(equal, [SamplingParams(top_k=9, top_p=0.5, seed=seed) for seed in range(12)])
+check(equal, [SamplingParams(top_k=9, top_p=0.999, temperature=9.0, seed=seed) for seed in range(12)])
+apart = torch.randn(12, 300, generator=torch.Generator().manual_seed(3))
+apart[:, 128:256] += 2.0
+check(apart, [SamplingParams(top_p=0.6, seed=seed) for seed in range(12)])
+check(apart, [SamplingParams(min_p=0.1, seed=seed) for seed in range(12)])
+print("the same")
+"""
+
 # The first share is so small that some rows need more draws than there are launches for them.
 SPECIAL = """
 import torch
@@ -80,8 +108,8 @@ print("the same")
 @pytest.mark.parametrize(
     ("count", "vocab", "block", "together"),
     [
-        (35, 300, 2048, 35),
-        (14, 1003, 512, 14),
+        (25, 300, 2048, 25),
+        (10, 1003, 512, 10),
         (4, 5003, 2048, 1),
         pytest.param(300, 300, 2048, 70, marks=pytest.mark.slow),
         pytest.param(100, 1003, 512, 70, marks=pytest.mark.slow),
@@ -90,6 +118,11 @@ print("the same")
 )
 def test_rows_of_all_kinds_draw_what_the_host_draws(count: int, vocab: int, block: int, together: int) -> None:
     assert interpreted(AS_THE_HOST, *map(str, (count, vocab, block, together))) == "the same\n"
+
+
+@NEEDS_TRITON
+def test_edges_are_those_of_the_host_with_equal_logits_and_unlike_chunks() -> None:
+    assert interpreted(EDGES) == "the same\n"
 
 
 @NEEDS_TRITON
