@@ -79,6 +79,7 @@ class TritonCopier:
     def _launch(
         self, read: Place, write: Place, keys: DigestKeys | None, ids: Tensor, *, copies: bool
     ) -> tuple[object, ...]:
+        """Returns what the kernel uses."""
         span, layout = read.span, read.layout
         count, planes = len(span.block_ids), 2 * span.layer_count
         rows = count * planes * span.head_count
@@ -98,12 +99,8 @@ class TritonCopier:
 
 def _rows_of(place: Place) -> tuple[int, int, int]:
     """In rows: a block, the span's first row in its block, and the rows between two planes (K or V of a layer)."""
-    layout, span = place.layout, place.span
-    return (
-        layout.layers * 2 * layout.kv_heads,
-        span.layer_start * 2 * layout.kv_heads + span.head_start,
-        layout.kv_heads,
-    )
+    span, heads = place.span, place.layout.kv_heads
+    return place.layout.layers * 2 * heads, span.layer_start * 2 * heads + span.head_start, heads
 
 
 _NUMBERS = [

@@ -59,7 +59,7 @@ class PoolAccess(Protocol):
 
 
 class HostAccess:
-    max_piece_bytes = None
+    max_piece_bytes: int | None = None
 
     def __init__(self, thread: LinkThread, local: PoolMap, source: PoolMap | None = None) -> None:
         self._thread = thread
