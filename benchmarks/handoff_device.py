@@ -45,10 +45,22 @@ class DeviceBulk(Bulk):
         """i64 [block, words of a block] of the worker's pool."""
         return worker.ranks[0].memory.on_device().view(torch.int64).view(worker.num_blocks, -1)
 
+    async def copy_s(self) -> float:
+        """Time to copy the same number of bytes from pool to pool, in one piece."""
+        source, target = (
+            self._words(worker).view(-1)[: self.size_bytes // 8] for worker in (self.prefill, self.decode)
+        )
+        self._wait()
+        started_s = time.perf_counter()
+        target.copy_(source)
+        self._wait()
+        return time.perf_counter() - started_s
+
     def _wait(self) -> None:
-        device = self._words(self.prefill).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        for worker in (self.prefill, self.decode):
+            device = self._words(worker).device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
 async def gpu_mapped(sizes: HandoffSizes) -> list[Figure]:
@@ -57,28 +69,26 @@ async def gpu_mapped(sizes: HandoffSizes) -> list[Figure]:
     name = sizes.device or ("cuda:0" if torch.cuda.is_available() else None)
     if name is None:
         return []
-    device, runs, tokens = torch.device(name), sizes.bulk_runs, sizes.device_tokens
+    runs, tokens = sizes.bulk_runs, sizes.device_tokens
     figures = []
     async with pair_of(sizes, "mapped", tokens[-1], digests=False, devices=(name, name)) as workers:
-        for suffix, count in zip(("_4k", "", "_64k"), tokens, strict=True):
+        for suffix, count in zip(("_4k", "", "_128k"), tokens, strict=True):
             plain = DeviceBulk(*workers, count)
             await plain.check()
-            limit = DeviceCopy(device, device, plain.size_bytes)
-            figures.append(await measured(f"handoff.gpu_mapped{suffix}", plain, runs, limit))
+            figures.append(await measured(f"handoff.gpu_mapped{suffix}", plain, runs))
         plain = DeviceBulk(*workers, tokens[1])
-        limit = DeviceCopy(device, device, plain.size_bytes)
         async with pair_of(sizes, "mapped", tokens[1], digests=True, devices=(name, name)) as others:
             checked = DeviceBulk(*others, tokens[1])
             await checked.check()
-            figures.append(await measured("handoff.gpu_mapped_digest", checked, runs, limit))
+            figures.append(await measured("handoff.gpu_mapped_digest", checked, runs))
             times = [(await plain.seconds(), await checked.seconds()) for _ in range(runs + 1)][1:]
     without_s, with_s = (statistics.median(column) for column in zip(*times, strict=True))
     share = max(0.0, 1 - without_s / with_s)
     return [*figures, Figure("handoff.gpu_digest_share", round(share, 3), "of the time", round(without_s, 5))]
 
 
-async def measured(name: str, pair: Bulk, runs: int, limit: DeviceCopy) -> Figure:
-    figure = await against_limit(name, pair.size_bytes, runs, pair.seconds, limit.copy_s)
+async def measured(name: str, pair: DeviceBulk, runs: int) -> Figure:
+    figure = await against_limit(name, pair.size_bytes, runs, pair.seconds, pair.copy_s)
     print(json.dumps({"breakdown": name, **pair.breakdown()}), file=sys.stderr, flush=True)
     return figure
 
@@ -123,26 +133,5 @@ async def gpu_peers(sizes: HandoffSizes) -> list[Figure]:
         async with pair_of(sizes, transport, tokens, digests=False, devices=devices) as workers:
             pair = DeviceBulk(*workers, tokens)
             await pair.check()
-            limit = DeviceCopy(torch.device(devices[0]), torch.device(devices[1]), pair.size_bytes)
-            figures.append(await measured(name, pair, sizes.bulk_runs, limit))
+            figures.append(await measured(name, pair, sizes.bulk_runs))
     return figures
-
-
-class DeviceCopy:
-    """Copies the same number of bytes within a device or between two, in one piece."""
-
-    def __init__(self, source: torch.device, target: torch.device, size_bytes: int) -> None:
-        self._source = torch.ones(size_bytes, dtype=torch.uint8, device=source)
-        self._target = torch.zeros(size_bytes, dtype=torch.uint8, device=target)
-        self._wait()
-
-    async def copy_s(self) -> float:
-        started_s = time.perf_counter()
-        self._target.copy_(self._source)
-        self._wait()
-        return time.perf_counter() - started_s
-
-    def _wait(self) -> None:
-        for device in {self._source.device, self._target.device}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)

@@ -203,14 +203,14 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-def start_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> tuple[Event, T]:
-    """Starts `work` on the stream. Returns an event at its end, and what it returned."""
+def start_on(stream: torch.cuda.Stream, work: Callable[[], None]) -> Event:
+    """Starts `work` on the stream. Returns an event at its end."""
     # Links may outnumber cores, so the thread that waits sleeps in a blocking event.
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        result = work()
+        work()
         done.record(stream)
-    return done, result
+    return done
 
 
 def pin(memory: NDArray[np.uint8]) -> None:
@@ -226,6 +226,6 @@ def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
 
     A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it.
     """
-    done, result = start_on(stream, work)
-    done.synchronize()
-    return result
+    found: list[T] = []
+    start_on(stream, lambda: found.append(work())).synchronize()
+    return found[0]

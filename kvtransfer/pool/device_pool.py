@@ -162,8 +162,9 @@ class DevicePool:
         return _Done(self.run(work))
 
     def _start(self, copier: AnyCopier, read: Place, write: Place | None, keys: DigestKeys | None) -> Pending:
-        with device_errors():
-            return _Launched(copier, *cuda_ipc.start_on(self._stream(), lambda: copier.launch(read, write, keys)))
+        launched: list[Launch] = []
+        done = self.start(lambda: launched.append(copier.launch(read, write, keys)))
+        return _Launched(copier, done, launched[0])
 
     def _place(self, span: PoolSpan) -> Place:
         return Place(self.words.view(-1).view(torch.int32), self.layout, span)
@@ -242,8 +243,7 @@ class DevicePool:
     def start(self, work: Callable[[], None]) -> cuda_ipc.Event:
         """Starts work on this thread's stream; on a GPU only. Returns an event at its end. Raises like `run`."""
         with device_errors():
-            done, _ = cuda_ipc.start_on(self._stream(), work)
-            return done
+            return cuda_ipc.start_on(self._stream(), work)
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._threads, "stream"):

@@ -27,7 +27,7 @@ from kvtransfer.stages import SendStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
-FIRST_PIECE_PARTS = 8  # a prompt's first piece is at most this part of the link's largest: it starts early
+FIRST_PIECE_PARTS = 4  # a prompt's first piece is at most this part of the link's largest: it starts early
 
 
 class SendState(StrEnum):

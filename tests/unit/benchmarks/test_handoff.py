@@ -13,7 +13,7 @@ from tandem.config.transfer import TransportKind
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
 Figures = Callable[..., dict[str, dict[str, Any]]]
 ON_DEVICES = {
-    *(f"handoff.gpu_mapped{suffix}" for suffix in ("", "_4k", "_64k", "_digest")),
+    *(f"handoff.gpu_mapped{suffix}" for suffix in ("", "_4k", "_128k", "_digest")),
     "handoff.gpu_peer_mapped",
     "handoff.gpu_nccl",
 }
