@@ -155,11 +155,8 @@ class DevicePool:
         if (copier := self._copier) is not None and source.device == self.device:
             return self._start(copier, source._place(read), self._place(write), keys)
 
-        def work() -> int:
-            self._copy_from(source, read, write)
-            return self._digest(write, keys) if keys is not None else 0
-
-        return _Done(self.run(work))
+        self.run(lambda: self._copy_from(source, read, write))
+        return _Done(0) if keys is None else self.start_digest(write, keys)
 
     def _start(self, copier: AnyCopier, read: Place, write: Place | None, keys: DigestKeys | None) -> Pending:
         launched: list[Launch] = []

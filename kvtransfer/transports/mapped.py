@@ -86,7 +86,8 @@ class DeviceAccess:
     def __init__(
         self, thread: LinkThread, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None
     ) -> None:
-        self.max_piece_bytes = MAX_DEVICE_PIECE_BYTES if local.copies_at_once else None
+        is_one_launch = local.copies_at_once and (source is None or source.device == local.device)
+        self.max_piece_bytes = MAX_DEVICE_PIECE_BYTES if is_one_launch else None
         self._queue = PendingQueue(thread)
         self._local = local
         self._keys = keys
