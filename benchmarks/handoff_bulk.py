@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -27,7 +29,10 @@ MIB = 1 << 20
 
 
 class Bulk:
-    """One prompt in the prefill worker's pool, and its target blocks in the decode worker's pool."""
+    """One prompt in the prefill worker's pool, and its target blocks in the decode worker's pool.
+
+    `received`: for each handoff, the times of its start and end on the host's monotonic clock, and the report.
+    """
 
     def __init__(self, prefill: FakeWorker, decode: FakeWorker, tokens: int) -> None:
         self.prefill = prefill
@@ -35,14 +40,21 @@ class Bulk:
         self._kv = FakeKv(decode.model, tokens)
         self._source_ids = _block_ids(prefill.num_blocks, self._kv.blocks, seed=1)
         self._target_ids = _block_ids(decode.num_blocks, self._kv.blocks, seed=2)
-        prefill.ranks[0].write(self._kv, self._source_ids)
-        decode.ranks[0].pool.blocks[...] = 0
-        self.size_bytes = self._kv.data.size
+        self.size_bytes = self._kv.size_bytes
+        self.received: list[tuple[float, float, Received]] = []
+
+    def fill(self) -> None:
+        self.prefill.ranks[0].write(self._kv, self._source_ids)
+        self.decode.ranks[0].pool.blocks[...] = 0
+
+    def has_arrived(self) -> bool:
+        return self.decode.ranks[0].holds(self._kv, self._target_ids)
 
     async def check(self) -> None:
         """Raises RuntimeError unless a handoff delivers every byte."""
+        self.fill()
         await self.seconds()
-        if not self.decode.ranks[0].holds(self._kv, self._target_ids):
+        if not self.has_arrived():
             raise RuntimeError("handoff: expected the bytes of the prompt in the decode worker's pool, got others")
 
     async def seconds(self) -> float:
@@ -55,10 +67,25 @@ class Bulk:
         step = BeginStep((handoff.range(0, self._kv.blocks, in_cache=True),))
         started_s = time.perf_counter()
         source.send_as_rank(step)
-        await target.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
-        elapsed_s = time.perf_counter() - started_s
+        received = await target.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
+        ended_s = time.perf_counter()  # on Linux, perf_counter and monotonic are one clock
         await source.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
-        return elapsed_s
+        self.received.append((started_s, ended_s, received))
+        return ended_s - started_s
+
+    def breakdown(self) -> dict[str, float]:
+        """Medians over the handoffs: pieces, and milliseconds to the first piece's copy, from there to the end of the
+        last, from there to the last word of the sender, and from there to the leader."""
+        rows = []
+        for started_s, ended_s, each in self.received:
+            stages = each.stages
+            if stages is not None and stages.first_piece_at_s and stages.last_piece_at_s and stages.verified_at_s:
+                marks = (started_s, stages.first_piece_at_s, stages.last_piece_at_s, stages.verified_at_s, ended_s)
+                rows.append((each.pieces, *(1000 * (end - start) for start, end in itertools.pairwise(marks))))
+        names = ("pieces", "before_ms", "moving_ms", "closing_ms", "report_ms")
+        return {
+            name: round(statistics.median(row), 3) for name, row in zip(names, zip(*rows, strict=True), strict=True)
+        }
 
     async def memcpy_s(self) -> float:
         """Time to copy the same number of bytes in this process, from pool to pool in one piece."""
@@ -84,12 +111,21 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(
-    sizes: HandoffSizes, transport: str, *, digests: bool = True, devices: tuple[str, str] = ("", "")
-) -> AsyncIterator[Bulk]:
-    """`devices` of the prefill and the decode worker, as in FakeWorker."""
+async def bulk(sizes: HandoffSizes, transport: str, *, digests: bool = True) -> AsyncIterator[Bulk]:
+    """A pair with pools in host memory, that has handed over once."""
+    async with pair_of(sizes, transport, sizes.bulk_tokens, digests=digests) as (prefill, decode):
+        ready = Bulk(prefill, decode, sizes.bulk_tokens)
+        await ready.check()
+        yield ready
+
+
+@asynccontextmanager
+async def pair_of(
+    sizes: HandoffSizes, transport: str, tokens: int, *, digests: bool, devices: tuple[str, str] = ("", "")
+) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
+    """A prefill and a decode worker for prompts of up to `tokens`. `devices`: of each, as in FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
-    num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
+    num_blocks = 2 * RUN_BLOCKS + tokens // sizes.block_tokens
     workers: list[FakeWorker] = []
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         try:
@@ -113,9 +149,7 @@ async def bulk(
             prefill.set_peers_of(decode)
             decode.set_peers_of(prefill)
             await prefill.linked(timeout_s=TIMEOUT_S)
-            ready = Bulk(prefill, decode, sizes.bulk_tokens)
-            await ready.check()
-            yield ready
+            yield prefill, decode
         finally:
             for worker in workers:
                 worker.stop()

@@ -34,6 +34,11 @@ class HandoffSizes:
     block_tokens: int = 16
     bulk_tokens: int = 4096
     bulk_runs: int = 11
+    device_tokens: tuple[int, int, int] = (
+        4096,
+        32768,
+        131072,
+    )  # of the figures of GPUs; the second is the one to reach
     small_runs: int = 500
     small_tokens: int = 16
     ttft_runs: int = 100
@@ -53,6 +58,7 @@ QUICK = HandoffSizes(
     head_dim=16,
     bulk_tokens=256,
     bulk_runs=1,
+    device_tokens=(64, 128, 256),
     small_runs=3,
     ttft_runs=2,
     ttft_tokens=32,

@@ -73,6 +73,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     data_token: bytes = b""
     digest_kind: str = XXH3  # one of the hello's kinds
     digest_key: int = 0  # key of MULTILINEAR, for this connection only
+    max_piece_bytes: int | None = None  # None: the transport's
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

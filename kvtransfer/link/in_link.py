@@ -69,6 +69,7 @@ class InLink:
     stream: FrameStream
     receiver: KvReceiver
     thread: LinkThread
+    max_piece_bytes: int
     moved_bytes: int = 0
     is_taking: bool = False
     is_resting: bool = False  # the sender closes it until it needs it again
@@ -181,8 +182,7 @@ class InLink:
         if not self.receiver.places_ahead:
             await self._settle()
         hello = self.hello
-        limit = max_piece_bytes(hello.transport, hello.protocol)
-        check_size(piece, self.local.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
+        check_size(piece, self.local.layout, self.link.head_count, int8=hello.int8, max_bytes=self.max_piece_bytes)
         if piece.head_start < self.link.head_start or (
             piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
         ):
@@ -342,7 +342,8 @@ class LinkAcceptor:
         except BaseException:
             receiver.close()
             raise
-        return InLink(local, hello, link, stream, receiver, thread)
+        limit = terms.max_piece_bytes or max_piece_bytes(hello.transport, hello.protocol)
+        return InLink(local, hello, link, stream, receiver, thread, limit)
 
     async def _run(self, link: InLink) -> None:
         try:

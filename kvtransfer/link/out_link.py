@@ -47,6 +47,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged bytes: enough to keep the link busy; tickets share it here
 MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
+MIN_WINDOW_PIECES, MAX_WINDOW_PIECES = 0.5, 4  # of the link's largest, if that is more
 WINDOW_S = 0.02  # of a fast link's throughput, to cover delays in scheduling the agents
 PROBES = 5
 OPENINGS = 2  # failed in a row with one transport, before `auto` takes the next
@@ -92,6 +93,7 @@ class OutLink:
         self.moved_bytes = 0
         self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
+        self._welcomed_bytes: int | None = None  # the peer's largest piece, if that is not the transport's
         self._meter = LinkMeter(SystemClock())
         self._is_opening = False  # an error now is the transport's
         self._failed_openings: dict[str, tuple[int, str]] = {}  # by transport: how many, and the last one's reason
@@ -212,7 +214,7 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._local, peer, thread)
             stream = await self._handshake(sender)
             self._meter.reconnected()
-            self.max_piece_bytes = max_piece_bytes(self._kind, stream.version)
+            self.max_piece_bytes = self._welcomed_bytes or max_piece_bytes(self._kind, stream.version)
             for _ in range(PROBES if has_many_probes(stream.version) else 1):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
@@ -252,6 +254,7 @@ class OutLink:
             welcome = await self._answer(raw)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
                 raise LinkRefused(f"another epoch answered: {welcome.worker_id}, epoch {welcome.epoch}")
+            self._welcomed_bytes = welcome.max_piece_bytes
             await sender.establish(welcome)
         except BaseException:
             raw.close()
@@ -332,8 +335,10 @@ class OutLink:
     # --- the window ----------------------------------------------------------------------------------------------
 
     def _may_send(self, job: _Frame | _Push) -> bool:
+        least = max(MIN_WINDOW_BYTES, MIN_WINDOW_PIECES * self.max_piece_bytes)
+        most = max(MAX_WINDOW_BYTES, MAX_WINDOW_PIECES * self.max_piece_bytes)
         moved_bytes = WINDOW_S * (self._meter.bytes_per_s or 0.0)
-        full = self._meter.in_flight_bytes >= min(max(MIN_WINDOW_BYTES, moved_bytes), MAX_WINDOW_BYTES)
+        full = self._meter.in_flight_bytes >= min(max(least, moved_bytes), most)
         return not (full and isinstance(job, _Push) and job.wanted())
 
     def _update_window(self, header: Header) -> None:

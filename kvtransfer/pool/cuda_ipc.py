@@ -205,10 +205,11 @@ class Event(Protocol):
 
 def start_on(stream: torch.cuda.Stream, work: Callable[[], None]) -> Event:
     """Starts `work` on the stream. Returns an event at its end."""
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Links may outnumber cores, so the thread that waits sleeps in a blocking event.
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         work()
-        stream.record_event(done)
+        done.record(stream)
     return done
 
 
@@ -225,10 +226,6 @@ def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
 
     A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it.
     """
-    # Links may outnumber cores, so the thread sleeps in a blocking event.
-    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        result = work()
-        done.record(stream)
-    done.synchronize()
-    return result
+    found: list[T] = []
+    start_on(stream, lambda: found.append(work())).synchronize()
+    return found[0]

@@ -7,7 +7,7 @@ from the link's key, and the rows r in canonical order (block, layer, K/V, head)
 
 Two different pieces of one shape have the same digest with a probability of at most 2^-31 over the keys, unless the
 difference was chosen with knowledge of the key (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
-It takes two kernels over the bytes. Integer sums do not depend on their order.
+Integer sums do not depend on their order. This is the reference; `triton_copy` computes the same in its pass.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ class DigestKeys:
     def __init__(self, key: int, row_words: int, device: torch.device) -> None:
         self._key = key
         self._device = device
-        self._words = self._stream(_WORDS, row_words)
+        self.words = self._stream(_WORDS, row_words)
         self._rows = self._stream(_ROWS, 1024)
+
+    def rows(self, count: int) -> Tensor:
+        """At least `count` numbers of the stream of rows. Whoever launches a kernel on them keeps the tensor: a later
+        call may replace it."""
+        if len(self._rows) < count:
+            self._rows = self._stream(_ROWS, 1 << (count - 1).bit_length())
+        return self._rows
 
     def digest(self, parts: Iterable[Tensor]) -> int:
         """The digest of int32 views [..., tokens, words of a token], in canonical order."""
         rows = torch.cat([self._row_sums(part).reshape(-1) for part in parts])
         entries = rows.view(torch.int32)
-        while len(self._rows) < len(entries):
-            self._rows = self._stream(_ROWS, 2 * len(self._rows))
-        return int((entries * self._rows[: len(entries)]).sum().item()) & _MASK
+        return int((entries * self.rows(len(entries))[: len(entries)]).sum().item()) & _MASK
 
     def _row_sums(self, part: Tensor) -> Tensor:
         tokens, words = part.shape[-2:]
-        return (part * self._words[: tokens * words].view(tokens, words)).sum((-2, -1))
+        return (part * self.words[: tokens * words].view(tokens, words)).sum((-2, -1))
 
     def _stream(self, number: int, count: int) -> Tensor:
         """The first `count` numbers of a stream. numpy guarantees Philox's bits across versions."""

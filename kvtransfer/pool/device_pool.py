@@ -10,7 +10,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_f
 from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool import cuda_ipc
 from kvtransfer.pool.device_digest import DigestKeys
+from kvtransfer.pool.piece_copier import AnyCopier, Launch, Place, choose_copier
 from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, full_blocks, runs
 from kvtransfer.pool.staging import Staging
 from tandem.kvcache.layout import KvPoolLayout
@@ -26,12 +28,21 @@ from tandem.kvcache.layout import KvPoolLayout
 T = TypeVar("T")
 WORD_BYTES = 8  # unit of copies; must divide a token's bytes in one head
 MAX_RUN_COPIES = 8  # pieces of more runs are gathered and scattered
+DIGEST_BYTES = 32 << 20  # at a time: torch makes products of twice the size
+
+
+class Pending(Protocol):
+    """A piece that the device copies or digests."""
+
+    def wait(self) -> int:
+        """Waits for its end, once. Returns its digest, 0 without keys. Raises DeviceLost."""
+        ...
 
 
 class DevicePool:
     """`words`: i64 [block, layer, 2, head, block_tokens, words of a token].
 
-    Operations wait for the device. Each thread has its own stream.
+    Operations wait for the device, but for those whose names say `start`. Each thread has its own stream.
 
     Args:
         memory: u8 [pool_bytes].
@@ -45,6 +56,9 @@ class DevicePool:
         )
         self.staging = Staging(self._make_staging, layout.block_bytes)
         self._threads = threading.local()
+        self._copier: AnyCopier | None = None
+        self._is_chosen = False
+        self._choosing = threading.Lock()
 
     @classmethod
     def open(cls, layout: KvPoolLayout, memory: DeviceMemory, fd: int | None, *, writable: bool) -> DevicePool:
@@ -96,6 +110,18 @@ class DevicePool:
         """Reads one word of a peer's pool from this device. Raises DeviceLost or HandoffFault."""
         self.run(lambda: source.words.view(-1)[:1].clone().to(self.device))
 
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether a piece of any size and shape is one launch. Known after `choose_kernels`."""
+        return self._copier is not None
+
+    def choose_kernels(self) -> None:
+        """Compiles the kernels of pieces, and checks them, if this was not done. Takes seconds."""
+        with self._choosing:
+            if not self._is_chosen and self.device.type == "cuda":
+                self._copier = self.run(lambda: choose_copier(self.layout, self.device))
+            self._is_chosen = True
+
     def make_keys(self, key: int) -> DigestKeys:
         row_words = self.layout.head_bytes // torch.int32.itemsize
         return self.run(lambda: DigestKeys(key, row_words, self.device))
@@ -107,20 +133,38 @@ class DevicePool:
     # --- operations --------------------------------------------------------------------------------------------
 
     def digest(self, span: PoolSpan, keys: DigestKeys) -> int:
-        return self.run(lambda: self._digest(span, keys))
+        return self.start_digest(span, keys).wait()
 
     def copy_from(self, source: DevicePool, read: PoolSpan, write: PoolSpan, keys: DigestKeys | None) -> int:
         """Copies a piece from another pool; `read` and `write` have the same shape.
 
         Returns:
-            The digest of our blocks after the copy; 0 without keys. Only this process writes to our blocks.
+            The digest of the bytes copied; 0 without keys. Our own blocks need no second check, because only this
+            process writes to them.
         """
+        return self.start_copy(source, read, write, keys).wait()
 
-        def work() -> int:
-            self._copy_from(source, read, write)
-            return self._digest(write, keys) if keys is not None else 0
+    def start_digest(self, span: PoolSpan, keys: DigestKeys) -> Pending:
+        """`digest` that the device may still compute. Pieces that one thread starts end in order."""
+        if (copier := self._copier) is not None:
+            return self._start(copier, self._place(span), None, keys)
+        return _Done(self.run(lambda: self._digest(span, keys)))
 
-        return self.run(work)
+    def start_copy(self, source: DevicePool, read: PoolSpan, write: PoolSpan, keys: DigestKeys | None) -> Pending:
+        """`copy_from` that may still be under way. Pieces that one thread starts end in order."""
+        if (copier := self._copier) is not None and source.device == self.device:
+            return self._start(copier, source._place(read), self._place(write), keys)
+
+        self.run(lambda: self._copy_from(source, read, write))
+        return _Done(0) if keys is None else self.start_digest(write, keys)
+
+    def _start(self, copier: AnyCopier, read: Place, write: Place | None, keys: DigestKeys | None) -> Pending:
+        launched: list[Launch] = []
+        done = self.start(lambda: launched.append(copier.launch(read, write, keys)))
+        return _Launched(copier, done, launched[0])
+
+    def _place(self, span: PoolSpan) -> Place:
+        return Place(self.words.view(-1).view(torch.int32), self.layout, span)
 
     def pack(self, span: PoolSpan, out: Tensor) -> Tensor:
         """Gathers the span into `out`, u8 on our device, in canonical order. Returns the part used."""
@@ -224,10 +268,13 @@ class DevicePool:
             self._tail(write).copy_(source._tail(read).contiguous().to(self.device))
 
     def _parts(self, span: PoolSpan) -> Iterator[Tensor]:
-        """The span in canonical order: its full blocks, then the valid tokens of a partial last block."""
+        """The span in canonical order: its full blocks, some at a time, then the valid tokens of a partial last one."""
         full = full_blocks(self.layout, span)
-        if full:
-            yield self._full_blocks(span, full)
+        block_bytes = span.layer_count * 2 * span.head_count * self.layout.head_bytes
+        step = max(1, DIGEST_BYTES // block_bytes)
+        for start in range(0, full, step):
+            some = replace(span, block_ids=span.block_ids[start : min(start + step, full)])
+            yield self._full_blocks(some, len(some.block_ids))
         if full < len(span.block_ids):
             yield self._tail(span)
 
@@ -253,6 +300,28 @@ class DevicePool:
 
     def _ids(self, span: PoolSpan, count: int) -> Tensor:
         return torch.tensor(span.block_ids[:count], dtype=torch.int64, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    digest: int
+
+    def wait(self) -> int:
+        return self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    copier: AnyCopier
+    done: cuda_ipc.Event
+    launch: Launch
+
+    def wait(self) -> int:
+        with device_errors():
+            self.done.synchronize()
+        digest = self.launch.digest
+        self.copier.release(self.launch)
+        return digest
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from kvtransfer.stages import SendStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
+FIRST_PIECE_PARTS = 4  # a prompt's first piece is at most this part of the link's largest: it starts early
+
 
 class SendState(StrEnum):
     SENDING = "sending"
@@ -329,7 +331,7 @@ class SendSession:
         piece starts early and there are few pieces."""
         link, layout = state.link, self._layout
         per_block = payload_bytes(layout, 1, layout.block_tokens, rectangle.layer_count, link.head_count)
-        start, limit = 0, MAX_PIECE_BYTES
+        start, limit = 0, max(MAX_PIECE_BYTES, state.max_piece_bytes // FIRST_PIECE_PARTS)
         while start < len(rectangle.block_ids):
             step = max(1, min(limit // per_block, MAX_PIECE_BLOCKS))
             limit = min(2 * limit, state.max_piece_bytes)

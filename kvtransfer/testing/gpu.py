@@ -16,13 +16,13 @@ class GpuMirror:
     def __init__(self, pool: PoolMap, device: str) -> None:
         self._host = torch.from_numpy(pool.blocks.reshape(-1))
         size = len(self._host)
-        self._tensor = torch.zeros(max(size, OWN_ALLOCATION_BYTES), dtype=torch.uint8, device=device)[:size]
-        self.upload()
-        self.memory = export_tensor(self._tensor)
+        self.tensor = torch.zeros(max(size, OWN_ALLOCATION_BYTES), dtype=torch.uint8, device=device)[:size]
+        torch.cuda.synchronize(self.tensor.device)  # the host's pool is zeros too
+        self.memory = export_tensor(self.tensor)
 
     def upload(self) -> None:
-        self._tensor.copy_(self._host)
-        torch.cuda.synchronize(self._tensor.device)
+        self.tensor.copy_(self._host)
+        torch.cuda.synchronize(self.tensor.device)
 
     def download(self) -> None:
-        self._host.copy_(self._tensor)
+        self._host.copy_(self.tensor)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import math
 import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,8 +66,16 @@ class FakeKv:
         self.tokens = tokens
         self.blocks = blocks_for(tokens, model.block_tokens)
         token_bytes = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype).token_bytes
-        shape = (self.blocks, model.layers, 2, model.kv_heads, model.block_tokens, token_bytes)
-        self.data: Bytes = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+        self._shape = (self.blocks, model.layers, 2, model.kv_heads, model.block_tokens, token_bytes)
+        self._seed = seed
+
+    @cached_property
+    def data(self) -> Bytes:
+        return np.random.default_rng(self._seed).integers(0, 256, self._shape, np.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self._shape)
 
 
 @cache

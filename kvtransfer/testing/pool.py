@@ -11,6 +11,8 @@ from kvtransfer.pool.pool import PoolMap
 from tandem.kvcache.layout import KvPoolLayout
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvtransfer.testing.gpu import GpuMirror
 
 
@@ -39,6 +41,12 @@ class FakePool:
 
             self._mirror = GpuMirror(self.pool, device)
             self.fd, self.memory = None, self._mirror.memory
+
+    def on_device(self) -> Tensor:
+        """u8 [pool_bytes] of the memory that the rank's agent uses. Imports torch."""
+        import torch  # noqa: PLC0415
+
+        return torch.from_numpy(self.pool.blocks.reshape(-1)) if self._mirror is None else self._mirror.tensor
 
     def upload(self) -> None:
         """Call it after the rank writes. Other processes then see the change."""

@@ -5,7 +5,7 @@ the pool's CUDA IPC handle, and the device computes copies and digests, with a k
 link. Only the receiver writes to its pool, so no late write can occur.
 
 A large piece is announced at once, with a random number in place of its digest, and copied while the sender computes
-the digest. The digest xor that number follows in a separate frame.
+the digest. The digest xor that number follows in a separate frame. On a GPU, several pieces are under way at once.
 
 Pieces need no event between processes. The engine waits for its stream before it reports a layer (ModelRunner), so a
 piece is in memory when it is announced. The receiver waits for its own stream before it acknowledges.
@@ -18,7 +18,6 @@ import os
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,8 +27,9 @@ from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
 from kvtransfer.pool.pools import Pool, open_pool
-from kvtransfer.session.piece import FrameType, Header, Piece
+from kvtransfer.session.piece import MAX_DEVICE_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
+from kvtransfer.transports.pending import PendingQueue
 from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
 from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from kvtransfer.versions import mapped_digests_follow
@@ -45,30 +45,34 @@ _ID_BYTES = 4
 
 
 class PoolAccess(Protocol):
-    """Access of one link to the pools at both ends, in host or device memory. Used in the link's thread."""
+    """Access of one link to the pools at both ends, in host or device memory."""
 
-    is_quick: bool  # small pieces run on the agent's loop
+    max_piece_bytes: int | None  # of pieces to copy; None: as for any `mapped` link of the version
 
-    def digest(self, span: PoolSpan) -> int:
-        """The digest of a span of the local pool."""
+    async def digest(self, span: PoolSpan, size_bytes: int) -> int:
+        """The digest of a span of the local pool. `size_bytes`: the piece's."""
         ...
 
-    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
+    async def copy(self, read: PoolSpan, write: PoolSpan, size_bytes: int, *, digests: bool) -> int:
         """Copies a piece from the peer's pool to the local one. Returns its digest if `digests`."""
         ...
 
 
 class HostAccess:
-    is_quick = True
+    max_piece_bytes: int | None = None
 
-    def __init__(self, local: PoolMap, source: PoolMap | None = None) -> None:
+    def __init__(self, thread: LinkThread, local: PoolMap, source: PoolMap | None = None) -> None:
+        self._thread = thread
         self._local = local
         self._source = source
 
-    def digest(self, span: PoolSpan) -> int:
-        return digest_of(self._local, span)
+    async def digest(self, span: PoolSpan, size_bytes: int) -> int:
+        return await self._thread.run_on(size_bytes, digest_of, self._local, span)
 
-    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
+    async def copy(self, read: PoolSpan, write: PoolSpan, size_bytes: int, *, digests: bool) -> int:
+        return await self._thread.run_on(size_bytes, self._copy, read, write, digests)
+
+    def _copy(self, read: PoolSpan, write: PoolSpan, digests: bool) -> int:
         source = _required(self._source)
         if digests:
             return copy_and_digest(self._local, source, read, write)
@@ -77,31 +81,38 @@ class HostAccess:
 
 
 class DeviceAccess:
-    is_quick = False  # a hung device blocks only the link's thread, not the agent
+    """Small pieces take the link's thread too: a hung device blocks only that, not the agent."""
 
-    def __init__(self, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
+    def __init__(
+        self, thread: LinkThread, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None
+    ) -> None:
+        is_one_launch = local.copies_at_once and (source is None or source.device == local.device)
+        self.max_piece_bytes = MAX_DEVICE_PIECE_BYTES if is_one_launch else None
+        self._queue = PendingQueue(thread)
         self._local = local
         self._keys = keys
         self._source = source
 
-    def digest(self, span: PoolSpan) -> int:
-        return self._local.digest(span, self._keys)
+    async def digest(self, span: PoolSpan, size_bytes: int) -> int:
+        return await self._queue.run(lambda: self._local.start_digest(span, self._keys))
 
-    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
-        return self._local.copy_from(_required(self._source), read, write, self._keys if digests else None)
+    async def copy(self, read: PoolSpan, write: PoolSpan, size_bytes: int, *, digests: bool) -> int:
+        source, keys = _required(self._source), self._keys if digests else None
+        return await self._queue.run(lambda: self._local.start_copy(source, read, write, keys))
 
 
-def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
+def make_access(thread: LinkThread, local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
     """Call it in the link's thread. Raises HandoffFault (protocol) if the local pool cannot have such digests."""
     if isinstance(local, PoolMap):
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
             raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
-        return HostAccess(local, source)
+        return HostAccess(thread, local, source)
     if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << KEY_BITS:
         raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
     if source is not None:
         local.try_reading(source)
-    return DeviceAccess(local, local.make_keys(key), source)
+    local.choose_kernels()
+    return DeviceAccess(thread, local, local.make_keys(key), source)
 
 
 class MappedSender:
@@ -125,7 +136,7 @@ class MappedSender:
     async def establish(self, welcome: Welcome) -> None:
         self._digests = welcome.digests
         kind, key = welcome.digest_kind, welcome.digest_key
-        self._access = await self._thread.run(make_access, self._local.pool, None, kind, key)
+        self._access = await self._thread.run(make_access, self._thread, self._local.pool, None, kind, key)
 
     async def send_probe(self, stream: FrameStream) -> int:
         stream.send(Header(FrameType.PROBE))
@@ -155,8 +166,7 @@ class MappedSender:
         stream.send(Header(FrameType.DIGEST, ticket_id, piece.seq, digest=value))
 
     async def _digest(self, piece: Piece, span: PoolSpan) -> int:
-        access = _required(self._access)
-        return await _run(self._thread, access, piece.payload_bytes, access.digest, span)
+        return await _required(self._access).digest(span, piece.payload_bytes)
 
     def close(self) -> None:
         """Does nothing: the receiver's mapping ends with its link."""
@@ -186,11 +196,11 @@ class MappedReceiver:
 
         def access() -> PoolAccess:
             source = open_pool(self._layout, memory, pool_fds, writable=False)
-            return make_access(self._local.pool, source, kind, key)
+            return make_access(self._thread, self._local.pool, source, kind, key)
 
         self._access = await self._thread.run(access)
         self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
-        return WelcomeTerms(digest_kind=kind, digest_key=key)
+        return WelcomeTerms(digest_kind=kind, digest_key=key, max_piece_bytes=self._access.max_piece_bytes)
 
     async def establish(self) -> None:
         """Does nothing: the mapping is the data path."""
@@ -209,7 +219,7 @@ class MappedReceiver:
         )
         check_span(self._layout, read)
         follows = self._digests and _digest_follows(self._hello.protocol, piece)
-        return MappedArrival(_required(self._access), read, piece.payload_bytes, self._thread, self._digests, follows)
+        return MappedArrival(_required(self._access), read, piece.payload_bytes, self._digests, follows)
 
     def close(self) -> None:
         self._access = None
@@ -220,24 +230,14 @@ class MappedArrival:
     access: PoolAccess
     read: PoolSpan
     size_bytes: int
-    thread: LinkThread
     digests: bool
     digest_follows: bool
 
     async def place(self, span: PoolSpan) -> int:
-        return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
+        return await self.access.copy(self.read, span, self.size_bytes, digests=self.digests)
 
     async def discard(self) -> None:
         """Does nothing: no byte was read."""
-
-    def _copy(self, span: PoolSpan) -> int:
-        return self.access.copy(self.read, span, digests=self.digests)
-
-
-async def _run(
-    thread: LinkThread, access: PoolAccess, size: int, function: Callable[[PoolSpan], int], span: PoolSpan
-) -> int:
-    return await (thread.run_on(size, function, span) if access.is_quick else thread.run(function, span))
 
 
 def _required(part: T | None) -> T:

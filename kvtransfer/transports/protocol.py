@@ -17,12 +17,14 @@ STALL_S = 2.0  # a link whose pieces do not move for this long is closed; a slow
 
 
 class WelcomeTerms(NamedTuple):
-    """What the receiver's transport adds to the welcome: its data port and token, and the kind of digests."""
+    """What the receiver's transport adds to the welcome: its data port and token, the kind of digests, and its largest
+    piece if that is not the transport's."""
 
     data_port: int | None = None
     data_token: bytes = b""
     digest_kind: str = XXH3
     digest_key: int = 0
+    max_piece_bytes: int | None = None
 
 
 class KvSender(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.gpu
 NAME = str(DEVICE)
 LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=16, head_dim=64, dtype="bfloat16")
 PAIRS = [(NAME, NAME), *([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [])]
+LONG = 4700  # tokens: several pieces of 1 MiB and more
 TIMEOUT_S = 60.0  # agents load torch and make a context
 
 
@@ -42,10 +44,14 @@ def pool_of(seed: int, device: str) -> tuple[DevicePool, PoolMap]:
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.parametrize("ids", [tuple(range(9)), (3, 4, 5, 9, 1), tuple(range(23, 1, -2))])
 @pytest.mark.parametrize("last_block_tokens", [16, 5])
+@pytest.mark.parametrize("kernels", [False, True])
 def test_copies_and_digests_are_those_of_host_memory(
-    devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int
+    devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int, kernels: bool
 ) -> None:
     (source, source_bytes), (target, target_bytes) = pool_of(1, devices[0]), pool_of(2, devices[1])
+    if kernels:
+        target.choose_kernels()
+        assert target.copies_at_once == (target.device.type == "cuda")
     read = PoolSpan(ids, last_block_tokens, 1, 2, 1, 2)
     write = replace(read, block_ids=ids[::-1], head_start=2)
     digest = target.copy_from(source, read, write, target.make_keys(7))
@@ -112,6 +118,20 @@ def test_blocks_arrive_by_cuda_ipc(tmp_path: Path, devices: tuple[str, str], dig
         assert (report.transport, report.reason) == ("mapped", "")
 
     between(tmp_path, devices, check, digests=digests)
+
+
+@pytest.mark.parametrize("devices", PAIRS)
+@pytest.mark.parametrize("digests", [True, False])
+def test_pieces_of_several_prompts_are_under_way_at_once(
+    tmp_path: Path, devices: tuple[str, str], digests: bool
+) -> None:
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        await complete(start(prefill, decode, 0))
+        handoffs = [start(prefill, decode, seed, LONG, range((seed - 1) * 300, seed * 300)) for seed in range(1, 5)]
+        for handoff in handoffs:
+            await complete(handoff)
+
+    between(tmp_path, devices, check, digests=digests, num_blocks=1200)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "process_group"])
@@ -196,8 +216,15 @@ def between(
     asyncio.run(run())
 
 
-def start(prefill: FakeWorker, decode: FakeWorker, seed: int) -> Handoff:
-    handoff = Handoff.make(prefill, decode, tokens=155, seed=seed)  # a partial last block
+def start(
+    prefill: FakeWorker, decode: FakeWorker, seed: int, tokens: int = 155, blocks: range | None = None
+) -> Handoff:
+    """`blocks`: of both pools, for handoffs at the same time; None: any."""
+    handoff = Handoff.make(prefill, decode, tokens=tokens, seed=seed)  # a partial last block
+    if blocks is not None:
+        drawn = random.Random(seed)
+        handoff.source_ids = tuple(drawn.sample(blocks, handoff.kv.blocks))
+        handoff.target_ids = tuple(drawn.sample(blocks, handoff.kv.blocks))
     handoff.open_receive()
     handoff.open_send()
     handoff.export_cached(0, 4)

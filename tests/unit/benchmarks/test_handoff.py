@@ -12,7 +12,11 @@ from tandem.config.transfer import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
 Figures = Callable[..., dict[str, dict[str, Any]]]
-ON_DEVICES = {"handoff.gpu_mapped", "handoff.gpu_peer_mapped", "handoff.gpu_nccl"}
+ON_DEVICES = {
+    *(f"handoff.gpu_mapped{suffix}" for suffix in ("", "_4k", "_128k", "_digest")),
+    "handoff.gpu_peer_mapped",
+    "handoff.gpu_nccl",
+}
 SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo", *ON_DEVICES}
 TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"}
 PEERS = {"handoff.agent_200_peers_rss_mb", "handoff.agent_200_peers_threads"}

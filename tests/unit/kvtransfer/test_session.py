@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
 from kvtransfer.session.exports import Ready
-from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
+from kvtransfer.session.piece import MAX_DEVICE_PIECE_BYTES, MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
 from kvtransfer.session.receive import (
     Acknowledge,
     ReceiveAction,
@@ -218,7 +218,10 @@ def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
     assert (push.piece.layer_start, push.piece.layer_count, push.piece.block_count) == (0, LAYERS, 2)
 
 
-@pytest.mark.parametrize(("limit", "sizes"), [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16])])
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16]), (MAX_DEVICE_PIECE_BYTES, [128])],
+)
 def test_large_layers_go_as_they_finish_in_pieces_up_to_what_the_link_takes(limit: int, sizes: list[int]) -> None:
     big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")  # 128 KiB for each block and layer
     ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 1024, 1024 * 16, 10.0)
