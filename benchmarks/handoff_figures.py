@@ -34,11 +34,7 @@ class HandoffSizes:
     block_tokens: int = 16
     bulk_tokens: int = 4096
     bulk_runs: int = 11
-    device_tokens: tuple[int, int, int] = (
-        4096,
-        32768,
-        131072,
-    )  # of the figures of GPUs; the second is the one to reach
+    device_tokens: tuple[int, int, int] = (4096, 32768, 131072)  # of figures of GPUs; the second has a target
     small_runs: int = 500
     small_tokens: int = 16
     ttft_runs: int = 100

@@ -14,6 +14,8 @@ export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZER
 [ ${#quick[@]} = 0 ] || export TANDEM_GPU_TESTS_ON=cpu
 python=${PYTHON:-python3}
 pytest=("$python" -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib -v -p no:cacheprovider)
+together=() # tests side by side, if pytest can
+if "$python" -c 'import xdist' 2>/dev/null; then together=(-n "$(($(nproc) < 6 ? $(nproc) : 6))"); fi
 failed=0
 
 # step NAME SECONDS COMMAND...: runs a command, and records its end and its figures. Whatever its end, the next step runs.

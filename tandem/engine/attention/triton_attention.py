@@ -9,6 +9,8 @@ launch suits every step of a recording.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,17 +20,35 @@ from tandem.model.fp8 import FP8, LARGEST_FP8
 
 _LEAST_ROWS = 16  # of a matrix product
 _WIDE = 128  # wider heads use half-size tiles, to fit in shared memory
-_PROGRAMS_PER_PROCESSOR = 2
 _JOINED = 8192  # numbers of parts that are combined at a time
 _LOG2_E = 1.4426950408889634
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Sizes of a program: `rows` of queries, at least; a `tile` of keys at a time, of which `stages` are loaded ahead.
+    `spread`: programs per processor of the GPU, where there are fewer tiles of queries."""
+
+    rows: int
+    tile: int
+    warps: int = 4
+    stages: int = 2
+    spread: float = 2.0
+
+
+def tiling_of(*, one_query: bool, head_dim: int) -> Tiling:
+    """The fastest of those that `benchmarks.device_kernels` tried on an H200."""
+    tile = 64 if head_dim <= _WIDE else 32
+    return Tiling(_LEAST_ROWS if one_query else tile, tile)
+
+
 class TritonAttention:
     """A `PagedKernel` for keys and values of equal strides, including fp8. Its calls follow each other on one stream,
-    because they share the memory for parts. Args: `processors` of the GPU, to keep busy."""
+    because they share the memory for parts. Args: `processors` of the GPU, to keep busy; `tiling` None: `tiling_of`."""
 
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, tiling: Tiling | None = None) -> None:
         self._processors = processors
+        self._tiling = tiling
         self._memory: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(
@@ -51,17 +71,17 @@ class TritonAttention:
         page, kv_heads, sequences = key.shape[1], key.shape[2], len(seqused_k)
         group = triton.next_power_of_2(heads // kv_heads)
         one_query = max_q == 1
-        tile = 64 if head_dim <= _WIDE else 32
-        rows = max(_LEAST_ROWS if one_query else tile, group)
+        tiling = self._tiling or tiling_of(one_query=one_query, head_dim=head_dim)
+        tile, rows = tiling.tile, max(tiling.rows, group)
         tiles = sequences if one_query else tokens // (rows // group) + sequences
-        shares = max(2, _PROGRAMS_PER_PROCESSOR * self._processors // kv_heads) if max_k > tile else 0
+        shares = max(2, int(tiling.spread * self._processors) // kv_heads) if max_k > tile else 0
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         parts, edges = self._parts(2 * shares, kv_heads, rows, head_dim, query.device) if shares else (out, out)
         sizes = {
             "left": window_size[0], "group": group, "rows": rows, "tile": tile, "shares": shares,
             "sequences_padded": triton.next_power_of_2(sequences), "all_heads": heads, "heads": heads // kv_heads,
             "dims": head_dim, "dims_padded": triton.next_power_of_2(head_dim), "one_query": one_query,
-            "num_warps": 4,
+            "num_warps": tiling.warps,
         }  # fmt: skip
         joined = group if one_query else rows
         together = max(1, min(16, _JOINED // (joined * sizes["dims_padded"])))
@@ -70,7 +90,7 @@ class TritonAttention:
                 query, key, value, out, parts, edges, cu_seq_q, seqused_k, block_table,
                 sequences, (scale or head_dim**-0.5) * _LOG2_E, query.stride(0), query.stride(1),
                 key.stride(0), key.stride(1), key.stride(2), block_table.stride(0),
-                page=page, num_stages=2, **sizes,
+                page=page, num_stages=tiling.stages, **sizes,
             )  # fmt: skip
             if shares:
                 _join[(tiles, kv_heads)](
