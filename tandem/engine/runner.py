@@ -99,14 +99,15 @@ class ModelRunner:
             rows += range(end - sequence.samples, end)
         reported = layers_to_report(step.exports, self._pool.layout)
         inputs = to_device(np.array(token_ids, dtype=np.int64), self._device)
+        sampled = to_device(np.array(rows, dtype=np.int64), self._device)
         hidden = self._model.hidden(
             inputs,
             to_device(np.array(positions, dtype=np.int64), self._device),
             self.attention_over(self._pool, sequences),
             partial(self._layer_done, reported),
+            rows=None if scored else sampled,
         )
-        sampled = to_device(np.array(rows, dtype=np.int64), self._device)
-        hidden_of_samples = hidden[sampled]
+        hidden_of_samples = hidden[sampled] if scored else hidden
         if self.drafter is not None:
             self.drafter.keep(hidden_of_samples)
         logits = self._model.logits(hidden_of_samples)

@@ -144,6 +144,7 @@ class Decoder:
         attend: Attend,
         on_layer: Callable[[int], None] | None = None,
         layers: int | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """The hidden states of a step's tokens after all layers, or after the first `layers`.
 
@@ -152,19 +153,26 @@ class Decoder:
             positions: [tokens] int64, each token's position in its request.
             attend: stores the KV cache and attends.
             on_layer: called with each layer's number once its keys and values are in the pool.
+            rows: [rows] int64, the tokens whose hidden states are needed; None: all. Of the last layer, only they are
+                computed beyond attention, so the first token of a long prompt comes soon after its KV.
 
         Returns:
-            [tokens, hidden].
+            [tokens, hidden], or [rows, hidden].
         """
         rotations = [rope.rotation(positions) for rope in self._ropes]
         x = self._ends.embedding(token_ids)
         if self._embedding_scale != 1.0:
             x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
-        for number, layer in enumerate(self.layers[:layers]):
+        chosen = self.layers[:layers]
+        for number, layer in enumerate(chosen):
             q, k, v = layer.attention.project(layer.attention_norm(x), rotations[self._rope_of[number]])
             attended = attend(number, q, k, v)
             if on_layer is not None:
                 on_layer(number)
+            if rows is not None and number == len(chosen) - 1:
+                x, attended = x[rows], attended[rows]
+                if not len(rows):
+                    break
             x = x + _normed(layer.attention.out(attended), layer.attention_output_norm)
             x = x + _normed(layer.mlp(layer.mlp_norm(x)), layer.mlp_output_norm)
         return x
