@@ -16,13 +16,15 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvtransfer.agent.handoff_receiver import HandoffReceiver
 from kvtransfer.agent.handoff_sender import HandoffSender, WorkerEpoch
-from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.connection.handshake import LocalRank, pool_layout
 from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.control import (
@@ -49,6 +51,7 @@ from kvtransfer.control import (
 from kvtransfer.link.in_link import InLink, LinkAcceptor
 from kvtransfer.link.out_link import OutLink
 from kvtransfer.pool import digest
+from kvtransfer.pool.pool import PoolMap
 from kvtransfer.pool.pools import make_host_staging, open_pool
 from kvtransfer.session.ticket import KEY_BYTES
 from kvtransfer.transports.choice import MAPPED, offered
@@ -59,6 +62,9 @@ from tandem.errors import ConfigError
 from tandem.rpc.channel import Channel, ChannelError
 from tandem.rpc.tls import RenewedTls
 from tandem.telemetry.logs import setup_logging
+
+if TYPE_CHECKING:
+    from kvtransfer.pool.device_pool import DevicePool
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +233,8 @@ class Agent:
             tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
+        if not isinstance(pool, PoolMap):
+            self._transports.threads.start(partial(_choose_kernels, pool))
         pool_fd = os.dup(fds[0]) if fds else None
         local = LocalRank(attach, pool, pool_fd, host_id(), machine_id(), make_host_staging(pool), tls)
         self._attachment = Attachment(local, self._transports, self._clock, self._report)
@@ -320,6 +328,14 @@ def machine_id() -> str:
     """16 hex digits, equal in all containers of one machine."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(boot_id.encode()).hexdigest()[:16]
+
+
+def _choose_kernels(pool: DevicePool) -> None:
+    """Before the first link needs them, which waits for them."""
+    try:
+        pool.choose_kernels()
+    except (DeviceLost, HandoffFault) as error:
+        log.warning("cannot choose how KV blocks are copied: %s", error)  # links end with what is wrong
 
 
 def _end_hung(thread: str) -> None:

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kvtransfer.connection.handshake import MULTILINEAR
 from kvtransfer.pool.device_digest import DigestKeys
+from kvtransfer.pool.device_pool import DevicePool
 from kvtransfer.pool.piece_copier import Place, copier_error
+from kvtransfer.session.piece import MAX_DEVICE_PIECE_BYTES
+from kvtransfer.transports.mapped import DeviceAccess, make_access
+from kvtransfer.transports.threads import AgentThreads, LinkThread
 from tandem.kvcache.layout import KvPoolLayout
 
 CPU = torch.device("cpu")
@@ -36,6 +41,17 @@ class Careless:
 
 def test_a_wrong_one_is_found() -> None:
     assert copier_error(Careless(), LAYOUT, CPU) == "a copied piece has other bytes than its source"
+
+
+def test_only_what_is_one_launch_goes_in_the_largest_pieces() -> None:
+    """Torch's operations gather a piece in memory of its size."""
+    local, peer = (DevicePool(LAYOUT, torch.zeros(LAYOUT.pool_bytes, dtype=torch.uint8)) for _ in range(2))
+    thread = LinkThread("link", AgentThreads())
+    assert make_access(thread, local, peer, MULTILINEAR, 1).max_piece_bytes is None
+    local._copier = Careless()
+    assert make_access(thread, local, peer, MULTILINEAR, 1).max_piece_bytes == MAX_DEVICE_PIECE_BYTES
+    peer.device = torch.device("cuda", 1)
+    assert DeviceAccess(thread, local, local.make_keys(1), peer).max_piece_bytes is None
 
 
 INTERPRETED = """

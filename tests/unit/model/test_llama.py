@@ -91,6 +91,16 @@ def test_a_prompt_in_chunks_and_tokens_one_by_one_give_the_logits_of_the_whole(t
 
 
 @torch.inference_mode()
+def test_only_the_asked_rows_of_the_last_layer_are_computed_beyond_attention(tmp_path: Path) -> None:
+    model = load(write_tiny_llama(tmp_path, layers=3))
+    step = (prompt(40), torch.arange(40))
+    whole = model.hidden(*step, DenseAttend())
+    for asked in ([39], [3, 17, 39], []):
+        rows = torch.tensor(asked, dtype=torch.int64)
+        torch.testing.assert_close(model.hidden(*step, DenseAttend(), rows=rows), whole[rows], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
 def test_each_layer_is_announced_right_after_its_keys_and_values_are_kept(tmp_path: Path) -> None:
     model = load(write_tiny_llama(tmp_path, layers=3))
     seen: list[str] = []
