@@ -152,11 +152,10 @@ def test_triton_stores_keys_and_values_as_torch_does() -> None:
 
 
 def test_a_wrong_store_is_found() -> None:
-    def one_cell_off(*args: Any) -> None:
-        *before, offsets = args
-        store_by_torch(*before, offsets ^ 1)
+    def one_cell_off(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        store_by_torch(keys, values, k, v, blocks, offsets ^ 1)
 
-    def cannot(*args: Any) -> None:
+    def cannot(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         raise RuntimeError("no C compiler")
 
     assert store_error(store_by_torch, LAYOUT, torch.bfloat16, CPU) is None
