@@ -67,7 +67,7 @@ def best_of(logits: Tensor) -> Tensor:
     """[rows, vocab_size] → [rows] int64 for `launched`. Ties go to the lowest id; NaN counts as largest."""
     rows, vocab = logits.shape
     parts = _parts_of(vocab)  # a GPU reads one long row with few of its processors
-    values, ids = logits.reshape(rows, parts, -1).max(dim=2)
+    values, ids = logits.reshape(rows, parts, vocab // parts).max(dim=2)
     part = values.argmax(dim=1, keepdim=True)
     best = ids.gather(1, part) + part * (vocab // parts)
     return best.where(values.gather(1, part).isfinite(), NOT_FINITE).squeeze(1)
