@@ -23,6 +23,7 @@ from tandem.request import MAX_LOGPROBS
 
 # CUDA contexts of the rank and of its transfer agent, NCCL's buffers and libraries' work space.
 UNTRACKED_BYTES: Final = 1 << 30
+_LARGE_TOP_K: Final = 30_000
 _FRAGMENTS: Final = 32  # of the share, one part is lost between allocations
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def _chunk(spec: EngineSpec, start: int, count: int, samples: int = 1) -> Sequen
         biases=np.zeros(1, dtype=np.float32).tobytes(),
     )  # fmt: skip
     draw = Draw(
-        start + count, seed=0, temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, penalties=penalties,
+        start + count, seed=0, temperature=1.0, top_k=_LARGE_TOP_K, top_p=0.5, min_p=0.1, penalties=penalties,
         logprobs=MAX_LOGPROBS,
     )  # fmt: skip
     return SequenceStep([0] * count, start, blocks, samples=samples, draws=[draw] * samples)

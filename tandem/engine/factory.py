@@ -138,10 +138,12 @@ def build_rank(
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
     drafts = choose_drafts(spec, Target(model_dir, model, matrix, kernels, paged, max_model_tokens))
+    draw_rows = choose_draw_rows(device, config.vocab_size)
+    if group is not None and not group.least(int(draw_rows is not None)):
+        draw_rows = None  # ranks draw alike
     runner_of = partial(
-        ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged,
-        draw_rows=choose_draw_rows(device),
-    )  # fmt: skip
+        ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged, draw_rows=draw_rows
+    )
     available, automatic = available_bytes(), spec.cpu_pool_bytes
     if memory is not None:
         steps = partial(_run_largest, runner_of, block, spec, max_model_tokens)

@@ -40,7 +40,7 @@ def ops_error(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
     def some(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=of)
 
-    x, other, heads, gate_up = some(5, 1544), some(5, 1544), some(5, 9, 96)[:, 2:7], some(3, 2 * 1500)
+    x, other, heads, gate_up = some(5, 1544), some(5, 2000)[:, 3:1547], some(5, 9, 96)[:, 2:7], some(3, 2 * 1500)
     turns = [(some(5, 1, dims), some(5, 1, dims)) for dims in (96, 32)]
     weights = [some(1544), some(1544, of=torch.float32)]
     weight = some(96)

@@ -27,7 +27,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + added, both [tokens, width] and dense, and the `rms_norm` of this sum."""
+        """x + added, both [tokens, width], whose rows are dense, and the `rms_norm` of this sum."""
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -168,7 +168,8 @@ class WeightReader:
         self._check_groups(name, width, own)
         largest = None
         if self.matrix.weights.row_dtype is not None and self.tp.size > 1:  # of whole rows, so independent of tp
-            largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1).to(self.device)
+            whole = read(f"{name}.weight", [hidden, width])
+            largest = torch.linalg.vector_norm(whole, ord=torch.inf, dim=1).float()
         matrix = self.matrix(weight, largest=largest)
         return RowParallelLinear(matrix, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
 
@@ -192,9 +193,11 @@ class WeightReader:
 
     def _placed(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins parts on the device. On a CPU, safetensors may return views of the mapped file, which could shrink."""
-        joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        is_view = len(parts) == 1 and joined.device.type == "cpu"
-        return joined.to(self.device, self.dtype, copy=is_view, memory_format=torch.contiguous_format)
+        is_view = len(parts) == 1 and parts[0].device.type == "cpu"
+        converted = [
+            part.to(self.device, self.dtype, copy=is_view, memory_format=torch.contiguous_format) for part in parts
+        ]
+        return torch.cat(converted) if len(converted) > 1 else converted[0]
 
 
 def _moved(rows: slice, by: int) -> slice:

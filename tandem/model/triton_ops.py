@@ -30,10 +30,10 @@ class TritonOps:
 
     def rms_norm_of_sum(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         tokens, width = x.shape
-        total, out = torch.empty_like(x), torch.empty_like(x)
+        total, out = (torch.empty(tokens, width, dtype=x.dtype, device=x.device) for _ in range(2))
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _rms_norm_of_sum[(tokens,)](
-                x, added, weight, total, out, eps,
+                x, added, weight, total, out, x.stride(0), added.stride(0), eps,
                 width=width, padded=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 1,
             )  # fmt: skip
         return total, out
@@ -88,16 +88,16 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_norm_of_sum(  # type: ignore[no-untyped-def]
-    x, added, weight, total, out, eps, width: tl.constexpr, padded: tl.constexpr
+    x, added, weight, total, out, x_stride, added_stride, eps, width: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
-    row, place = tl.program_id(0).to(tl.int64) * width, tl.arange(0, padded)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, padded)
     there = place < width
-    wide = tl.load(x + row + place, mask=there, other=0.0).to(tl.float32)
-    wide += tl.load(added + row + place, mask=there, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * x_stride + place, mask=there, other=0.0).to(tl.float32)
+    wide += tl.load(added + row * added_stride + place, mask=there, other=0.0).to(tl.float32)
     rounded = wide.to(total.dtype.element_ty)
-    tl.store(total + row + place, rounded, mask=there)
+    tl.store(total + row * width + place, rounded, mask=there)
     normed = _normed(rounded.to(tl.float32), weight + place, there, eps, width)
-    tl.store(out + row + place, normed.to(out.dtype.element_ty), mask=there)
+    tl.store(out + row * width + place, normed.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -81,7 +81,7 @@ def test_element_wise_work_is_tritons_for_it_is_right(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("vocab", [VOCAB, 50_257, 128_256])
 def test_tokens_are_drawn_by_triton_as_by_the_host(vocab: int) -> None:
     """Each row also alone, and none is left for the host to decide."""
-    draw_rows = choose_draw_rows(DEVICE)
+    draw_rows = choose_draw_rows(DEVICE, vocab)
     assert draw_rows is not None
     logits, params = rows_of_all_kinds(64, vocab, vocab)
     expected = [choose(row.numpy(), each, 9).token_id for row, each in zip(logits, params, strict=True)]

@@ -232,7 +232,7 @@ def _attend(  # type: ignore[no-untyped-def]
     summed = tl.zeros([rows, dims_padded], tl.float32)
     table = tables + sequence * table_stride
     at_head = kv_head * kv_head_stride
-    # Every query sees the tiles before `mixed`, so they need no mask. With a window, few are such.
+    # Every query sees the tiles before `mixed`, so they need no mask, and finite scores. With a window, few are such.
     mixed = start
     if left < 0:
         all_see = tl.minimum(length - queries + first + 1, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from functools import partial
 from itertools import product
 from typing import Final
 
@@ -25,14 +26,14 @@ _KINDS: Final[tuple[list[tuple[int, float, float]], ...]] = (
 logger = logging.getLogger(__name__)
 
 
-def choose_draw_rows(device: torch.device) -> DrawRows | None:
+def choose_draw_rows(device: torch.device, vocab: int) -> DrawRows | None:
     """None: torch's way."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     if torch.cuda.get_device_capability(device)[0] < _AMPERE:
         return None
     module = importlib.import_module("tandem.engine.device.triton_sampler")  # imports Triton, which CPU machines lack
-    ours: DrawRows = module.draw_rows
+    ours: DrawRows = partial(module.draw_rows, block=module.block_of(vocab))
     wrong = draw_error(ours, device)
     if wrong is None:
         return ours

@@ -5,6 +5,8 @@ the answer if it is kept. If not, nothing from it on is kept, and the next winne
 it, with the same noise. Whether a token is kept follows from number and mass of the tokens ahead of it. If a share p of
 the mass is kept, 1 + ln(1 / p) winners are expected.
 
+Where top-k ends is found by torch's `topk`.
+
 One program draws in one chunk of a row, and the next launch combines the row's chunks. The last one has a program per
 row, which goes on alone until the row is decided. All sums have one order, whatever other rows there are.
 """
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine.device.sampler import ROWS
 from tandem.engine.step import Draw
 
 BLOCK: Final = 2048  # tokens of a chunk
@@ -31,9 +34,8 @@ _KEPT_OF_EQUALS: Final = 0.95  # a usual share of the mass, of values equal to t
 
 
 def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int = BLOCK, warps: int = WARPS) -> Tensor:
-    """`DrawRows` for GPUs."""
+    """`DrawRows` for GPUs. `block`: at least `block_of` the vocabulary."""
     rows, vocab = logits.shape
-    block = max(block, triton.next_power_of_2(triton.cdiv(vocab, _MOST_CHUNKS)))
     chunks, rounds = triton.cdiv(vocab, block), _rounds(draws)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     found = torch.empty(
@@ -47,6 +49,11 @@ def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int
             _draw_again[(rows, chunks)](*given, vocab, number, is_first=number == 1, **sizes)
         _finish[(rows,)](*given, tokens, vocab, chunks, rounds + 1, is_first=rounds == 0, **sizes)
     return tokens
+
+
+def block_of(vocab: int) -> int:
+    """Tokens of a chunk."""
+    return max(BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MOST_CHUNKS)))
 
 
 def _rounds(draws: Sequence[Draw]) -> int:
@@ -71,8 +78,10 @@ def _limits(draws: Sequence[Draw], columns: Tensor, logits: Tensor) -> Tensor:
         return logits  # of the right type; nothing of it is read
     most = min(max(draw.top_k for draw in draws[first:]), logits.shape[1])
     limits = logits.new_empty(len(draws))
-    wanted = columns[3, first:].clamp(1, most).unsqueeze(1) - 1
-    torch.gather(logits[first:].topk(most, dim=1).values, 1, wanted, out=limits[first:].unsqueeze(1))
+    wanted = columns[3].clamp(1, most).unsqueeze(1) - 1
+    for begin in range(first, len(draws), ROWS):  # a large `most` needs a lot of memory
+        part = slice(begin, begin + ROWS)
+        torch.gather(logits[part].topk(most, dim=1).values, 1, wanted[part], out=limits[part].unsqueeze(1))
     return limits
 
 

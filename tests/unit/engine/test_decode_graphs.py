@@ -267,6 +267,7 @@ def test_the_best_token_is_found_and_what_is_no_number_is_none() -> None:
     greedy = [True, False, True, False, True, False]
     steps = [SequenceStep([1], 4, [0], 1, greedy=each) for each in greedy]
     steps.insert(2, SequenceStep([1, 2], 4, [0], 0))
+    assert best_of(logits[:0]).shape == (0,)
     for best in (best_of(logits), best_of_any(logits, None)):
         output = launched(steps, logits, best, best, []).wait()
         assert output.tokens == [3, 7, None, None, None, 2]

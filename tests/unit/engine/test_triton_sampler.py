@@ -139,7 +139,7 @@ def test_wrong_and_unable_ways_to_draw_are_found() -> None:
 
     assert "gives token 0, not" in str(draw_error(first, CPU))
     assert draw_error(unable, CPU) == "RuntimeError: no C compiler"
-    assert choose_draw_rows(CPU) is None
+    assert choose_draw_rows(CPU, 300) is None
 
 
 def test_every_row_of_a_step_is_drawn_in_the_chosen_way() -> None:

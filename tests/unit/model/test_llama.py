@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.model_families import Activation
+from tandem.model.ops import TORCH_OPS, TorchOps
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.testing.models import write_tiny_llama
@@ -95,9 +97,22 @@ def test_only_the_asked_rows_of_the_last_layer_are_computed_beyond_attention(tmp
     model = load(write_tiny_llama(tmp_path, layers=3))
     step = (prompt(40), torch.arange(40))
     whole = model.hidden(*step, DenseAttend())
+    counts: list[int] = []
+
+    class Counted(TorchOps):
+        def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+            counts.append(len(gate_up))
+            return TORCH_OPS.gated(gate_up, activation)
+
+    for layer in model.layers:
+        object.__setattr__(layer.mlp, "ops", Counted())
     for asked in ([39], [3, 17, 39], []):
-        rows = torch.tensor(asked, dtype=torch.int64)
-        torch.testing.assert_close(model.hidden(*step, DenseAttend(), rows=rows), whole[rows], atol=1e-4, rtol=1e-4)
+        rows, announced = torch.tensor(asked, dtype=torch.int64), list[int]()
+        hidden = model.hidden(*step, DenseAttend(), announced.append, rows=rows)
+        torch.testing.assert_close(hidden, whole[rows], atol=1e-4, rtol=1e-4)
+        assert announced == [0, 1, 2]
+        assert counts == [40, 40, *([len(asked)] if asked else [])]
+        counts.clear()
 
 
 @torch.inference_mode()
