@@ -17,8 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +41,11 @@ SIZES = DeviceSizes()
 ROTATED_BYTES = 400 << 20  # of matrices used in turn, so that no cache holds one
 DECODE = [
     Tiling(16, tile, warps, stages, spread)
-    for tile, warps, stages in ((32, 4, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 2))
-    for spread in (1.0, 2.0, 4.0)
-]
+    for tile, warps, stages, spread in (
+        (64, 4, 2, 2.0), (64, 4, 2, 1.0), (64, 4, 2, 4.0), (64, 8, 2, 2.0), (64, 4, 3, 2.0), (128, 4, 2, 2.0),
+        (128, 8, 2, 2.0), (32, 4, 2, 2.0),
+    )
+]  # fmt: skip
 PROMPT = [
     Tiling(rows, tile, warps, stages)
     for rows, tile, warps in ((64, 64, 4), (64, 32, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8), (128, 64, 4))
@@ -63,6 +67,10 @@ PRODUCTS = [
 ]
 
 
+Work: TypeAlias = Callable[[], object]
+Variant: TypeAlias = tuple[str, Callable[[], Work]]  # its name, and what makes and checks it
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     bytes_per_s: float  # read or written
@@ -74,15 +82,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device_kernels", description=summary)
     parser.add_argument("--figure", action="append", choices=("steps", "attention", "products"), help="only these")
     parser.add_argument("--model", type=Path, help="folder of the model, for steps")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="no variant starts later")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of each figure: no variant starts later")
     options = parser.parse_args()
     chosen = options.figure or ["attention", "products", *(["steps"] if options.model else [])]
-    deadline_s = time.monotonic() + options.limit_s
     limits = Limits(_copy_bytes_per_s(), _flops_per_s())
-    if "attention" in chosen:
-        _print_all(attention(limits, deadline_s))
     if "products" in chosen:
-        _print_all(products(limits, deadline_s))
+        _print_all(products(limits, time.monotonic() + options.limit_s))
+    if "attention" in chosen:
+        _print_all(attention(limits, time.monotonic() + options.limit_s))
     if "steps" in chosen:
         steps(options.model)
     return 0
@@ -110,16 +117,15 @@ def _flops_per_s() -> float:
     return 2.0 * SIZES.matrix**3 / _median_s(lambda: torch.mm(a, b))
 
 
-def _ranked(
-    name: str, variants: Sequence[tuple[str, Callable[[], object]]], parts: int, limit_s: float, deadline_s: float
-) -> Iterator[Figure]:
-    """One figure for each variant, in microseconds for one of its `parts`. One that fails has the value 0."""
+def _ranked(name: str, variants: Sequence[Variant], parts: int, limit_s: float, deadline_s: float) -> Iterator[Figure]:
+    """One figure for each variant that works, in microseconds for one of its `parts`."""
     found: list[tuple[float, str]] = []
-    for variant, work in variants:
+    for number, (variant, make) in enumerate(variants):
         if time.monotonic() > deadline_s:
-            print(f"{name}: {len(variants) - len(found)} variants left out", file=sys.stderr)
+            print(f"{name}: {len(variants) - number} variants left out", file=sys.stderr)
             break
         try:
+            work = make()
             work()
             found.append((_median_s(work) / parts, variant))
         except Exception as error:  # too much shared memory, say
@@ -138,7 +144,7 @@ def attention(limits: Limits, deadline_s: float) -> Iterator[Figure]:
         work = _Attention(sequences, keys, queries)
         used = tiling_of(one_query=queries == 1, head_dim=SIZES.head_dim)
         variants = [
-            (f"{tiling}{' (in use)' if tiling == used else ''}", work.by(TritonAttention(processors, tiling)))
+            (f"{tiling}{' (in use)' if tiling == used else ''}", partial(work.by, TritonAttention(processors, tiling)))
             for tiling in (DECODE if queries == 1 else PROMPT)
         ]
         limit_s = max(work.read_bytes / limits.bytes_per_s, work.flops / limits.flops_per_s)
@@ -191,8 +197,11 @@ def products(limits: Limits, deadline_s: float) -> Iterator[Figure]:
     for name, (outputs, inputs) in shapes.items():
         size_bytes = 2 * outputs * inputs
         work = _Products(outputs, inputs, max(2, ROTATED_BYTES // size_bytes))
-        variants = [("torch (in use)", work.by_torch)]
-        variants += [(f"rows {each[0]} columns {each[1]} warps {each[2]}", work.by(*each)) for each in PRODUCTS]
+        variants: list[Variant] = [("torch (in use)", lambda work=work: work.by_torch)]  # type: ignore[misc]
+        variants += [
+            (f"rows {rows} columns {columns} warps {warps}", partial(work.by, rows, columns, warps))
+            for rows, columns, warps in PRODUCTS
+        ]
         count, limit_s = len(work.matrices), size_bytes / limits.bytes_per_s
         yield from _ranked(f"device.product_{name}", variants, count, limit_s, deadline_s)
 
@@ -252,12 +261,14 @@ def steps(model: Path) -> None:
         engine = bench.rank.engine
         for batch, temperature in ((1, 0.0), (64, 0.0), (1, 0.8), (64, 0.8)):
             for number in range(batch):
-                sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=number, max_tokens=20)
+                sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=number, max_tokens=60)
                 engine.add(make_request(str(number), bench.prompt(SIZES.context), sampling))
             while engine.load().waiting_tokens:
                 engine.step()
             for _ in range(4):
                 engine.step()
+            if engine.load().running_requests != batch:
+                raise RuntimeError("some requests have ended before the measurement")
             _print_kernels(f"decode, {batch} requests, temperature {temperature:g}", engine.step, 8)
             while engine.has_work:
                 engine.step()

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The first run on a machine with one GPU: what matters most first, each step bounded, 15 minutes at most. The run takes
-# about 6 minutes on an H200 with 16 cores.
+# The first run on a machine with one GPU: what matters most first, each step bounded, 15 minutes at most.
 #
 #     scripts/first-gpu-run.sh [--quick] [FOLDER]
 #
@@ -17,9 +16,9 @@ step engine_exact 100 "${pytest[@]}" "${together[@]}" tests/gpu/test_gpu_engine.
   -k "not every_kernel"
 step handoff 90 "${pytest[@]}" "${together[@]}" tests/gpu/test_gpu_handoff.py
 step served 110 "${pytest[@]}" "${together[@]}" tests/gpu/test_gpu_up.py tests/gpu/test_gpu_served.py
-step engine_speed 210 "$python" -m benchmarks.engine_device --model "$model" "${quick[@]}"
+step engine_speed 190 "$python" -m benchmarks.engine_device --model "$model" "${quick[@]}"
 step handoff_speed 60 "$python" -m benchmarks.handoff --figure gpu_mapped "${quick[@]}"
 step exposed_share 90 "$python" -m benchmarks.handoff --figure gpu_exposed_share --model "$model" "${quick[@]}"
-step kernels 120 "${pytest[@]}" "${together[@]}" tests/gpu/test_gpu_engine.py -k every_kernel
-[ ${#quick[@]} != 0 ] || step kernel_speed 60 "$python" -m benchmarks.device_kernels --limit-s 50
+step kernels 100 "${pytest[@]}" "${together[@]}" tests/gpu/test_gpu_engine.py -k every_kernel
+[ ${#quick[@]} != 0 ] || step kernel_speed 80 "$python" -m benchmarks.device_kernels --limit-s 20
 report

@@ -53,7 +53,7 @@ def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int
 
 def block_of(vocab: int) -> int:
     """Tokens of a chunk."""
-    return max(BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MOST_CHUNKS)))
+    return max(BLOCK, 1 << (-(-vocab // _MOST_CHUNKS) - 1).bit_length())
 
 
 def _rounds(draws: Sequence[Draw]) -> int:
