@@ -131,6 +131,7 @@ def setup_of_spec(
             kv_tokens=kv_tokens if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens,
             max_running_requests=engine.max_running_requests,
             max_step_tokens=engine.max_step_tokens,
+            longest_step_s=engine.longest_step_s,
             batches=BatchRule.of(engine),
         )
 

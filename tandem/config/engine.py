@@ -59,6 +59,12 @@ class EngineSpec(Frozen):
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
     )
+    longest_step_s: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] | None = Field(
+        None,
+        description="How long a step may take that computes prompts while answers go on: it gets as many prompt tokens "
+        "as fit, at least 16. For workers that decode, your objective of the time per token. Unset: max_step_tokens "
+        "alone limits it.",
+    )
     batching: Literal["continuous", "static", "dynamic"] = Field(
         "continuous",
         description="continuous: a request starts as soon as there is room. static, dynamic: baselines to measure "

@@ -39,6 +39,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.scheduler.batching import BatchRule
+from tandem.scheduler.prompt_limit import PromptLimit
 from tandem.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ def build_rank(
             window_tokens=config.traits.widest_window,
             speculator=None if drafts is None else drafts.speculator(spec),
             batches=BatchRule.of(spec),
+            prompt_limit=PromptLimit(spec.longest_step_s, spec.max_step_tokens) if spec.longest_step_s else None,
         )
         leader = Engine(
             runner,

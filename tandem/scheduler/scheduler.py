@@ -19,6 +19,7 @@ from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
+from tandem.scheduler.prompt_limit import PromptLimit
 from tandem.scheduler.proposing import ProposalRoom, with_proposals
 from tandem.scheduler.sequence import Sequence, SequenceStage
 from tandem.speculation.proposers import Verified
@@ -42,6 +43,7 @@ class Scheduler:
     window_tokens: int | None = None  # the widest window, if every layer has one: earlier tokens are never read
     speculator: Speculator | None = None
     batches: BatchRule | None = None  # None: continuous batching
+    prompt_limit: PromptLimit | None = None  # None: max_step_tokens alone limits prompts
     preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _collected: list[Sequence] = field(default_factory=list)  # in order of arrival
@@ -271,9 +273,9 @@ class Scheduler:
         """Plans a step. A request for which an unexpected error comes up ends; the others are planned."""
         self._steps += 1
         self._short_of_blocks = False
-        budget = self.max_step_tokens
         chunks: list[Chunk] = []
         running = [sequence for sequence in self._running if not sequence.is_awaiting_mask] or self._running
+        budget = self._budget(running)
         for sequence in sorted(running, key=_priority):
             count = min(sequence.pending_tokens, budget)
             if (
@@ -306,6 +308,13 @@ class Scheduler:
         failed, self._failed = tuple(self._failed), []
         began, self._began = tuple(self._began), []
         return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
+
+    def _budget(self, running: list[Sequence]) -> int:
+        """Tokens of the next step: with the limit, of its answers and of as many prompt tokens as may go with them."""
+        decoding = sum(sequence.pending_tokens == 1 for sequence in running) if self.prompt_limit is not None else 0
+        if self.prompt_limit is None or not decoding:
+            return self.max_step_tokens
+        return min(self.max_step_tokens, decoding + self.prompt_limit.tokens)
 
     def continues(self, plan: StepPlan) -> bool:
         """Whether the step after `plan` certainly has the same requests in the same order, with one token each, if none

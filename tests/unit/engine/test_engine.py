@@ -48,6 +48,30 @@ def test_tokens_equal_the_reference_alone_and_in_batches(
     assert driver.at_rest()
 
 
+@pytest.mark.parametrize(("longest_step_s", "least", "most"), [(1e-6, 16, 16), (60.0, 300, 512)])
+def test_prompts_beside_answers_are_cut_to_what_a_steps_time_allows(
+    make: Callable[..., Rank], reference: Reference, longest_step_s: float, least: int, most: int
+) -> None:
+    driver = EngineDriver(make(max_step_tokens=512, longest_step_s=longest_step_s).engine)
+    answering = replace(GREEDY, max_tokens=60)
+    driver.add("answers", prompt(30), answering)
+    driver.take(driver.engine.step())
+    for number in range(3):
+        driver.add(str(number), prompt(500, number), GREEDY)
+    chunks = []
+    while driver.engine.load().waiting_tokens:
+        result = driver.engine.step()
+        driver.take(result)
+        if result.work.decode_tokens:
+            chunks.append(result.work.prefill_tokens)
+    assert least <= max(chunks[1:]) <= most
+    driver.run()
+    assert driver.tokens["answers"] == reference.answer(prompt(30), answering)
+    for number in range(3):
+        assert driver.tokens[str(number)] == reference.answer(prompt(500, number), GREEDY)
+    assert driver.at_rest()
+
+
 @pytest.mark.parametrize("max_step_tokens", [64, 512])
 def test_a_prompt_of_many_blocks_equals_the_reference(
     make: Callable[..., Rank], reference: Reference, max_step_tokens: int

@@ -23,12 +23,13 @@ def setup(element_bytes: float = 2.0, **model: Any) -> Setup:
 
 def test_each_pool_has_the_limits_of_its_own_engine() -> None:
     found = setup(
-        engine={"max_step_tokens": 1024, "kv_blocks": 100},
+        engine={"max_step_tokens": 1024, "kv_blocks": 100, "longest_step_s": 0.05},
         prefill={"engine": {"max_step_tokens": 8192, "kv_blocks": 50, "max_model_tokens": 4096}},
         decode={"engine": {"max_running_requests": 256}},
     )
     assert found.prefill is not None
     assert (found.prefill.max_step_tokens, found.decode.max_step_tokens) == (8192, 1024)
+    assert found.decode.longest_step_s == 0.05
     assert (found.prefill.max_running_requests, found.decode.max_running_requests) == (64, 256)
     assert (found.prefill.kv_tokens, found.decode.kv_tokens) == (800, 1600)
     assert found.max_model_tokens == 4096

@@ -1,0 +1,91 @@
+"""Prompts beside answers get as many tokens of a step as its longest time allows, and never fewer than a few."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.scheduler.plan import StepPlan
+from tandem.scheduler.prompt_limit import LEAST_TOKENS, PromptLimit
+
+MakeWorld = Any  # the `World` class of conftest.py
+LONGEST_S = 0.02
+
+
+def after_steps(limit: PromptLimit, cost: Callable[[int], float], count: int = 60) -> list[float]:
+    """The times of steps that use all of the limit."""
+    found = []
+    for _ in range(count):
+        found.append(cost(limit.tokens))
+        limit.learn(limit.tokens, found[-1])
+    return found
+
+
+@pytest.mark.parametrize(("base_s", "token_s"), [(0.0, 1e-4), (0.005, 3e-5), (0.015, 2e-5), (0.001, 1e-3)])
+def test_it_finds_the_most_that_fits(base_s: float, token_s: float) -> None:
+    limit = PromptLimit(LONGEST_S, 8192)
+    times = after_steps(limit, lambda tokens: base_s + token_s * tokens)
+    fitting = (LONGEST_S - base_s) / token_s
+    assert 0.9 * fitting < limit.tokens <= fitting + 1
+    assert sum(time > LONGEST_S * 1.001 for time in times) <= 6  # only while it is sought
+
+
+def test_with_times_that_vary_most_steps_are_in_time() -> None:
+    draw = random.Random(1)
+    limit = PromptLimit(LONGEST_S, 8192)
+    times = after_steps(limit, lambda tokens: (0.005 + 3e-5 * tokens) * draw.uniform(0.9, 1.1), 1000)
+    assert sum(time <= 1.1 * LONGEST_S for time in times) > 950
+    assert sum(times) / len(times) > 0.8 * LONGEST_S, "and it is not far too careful"
+
+
+def test_one_step_that_took_too_long_lowers_it_at_once_and_time_raises_it_again() -> None:
+    limit = PromptLimit(LONGEST_S, 4096)
+    after_steps(limit, lambda tokens: 0.00001 * tokens)
+    full = limit.tokens
+    limit.learn(full, 10 * LONGEST_S)
+    assert limit.tokens == pytest.approx(full / 10, abs=1)
+    after_steps(limit, lambda tokens: 0.00001 * tokens)
+    assert limit.tokens == pytest.approx(full, rel=0.02)
+
+
+def test_steps_that_used_little_of_it_change_nothing_unless_they_were_too_slow() -> None:
+    limit = PromptLimit(LONGEST_S, 4096)
+    before = limit.tokens
+    limit.learn(before // 2, LONGEST_S / 100)
+    assert limit.tokens == before
+    limit.learn(before // 2, 2 * LONGEST_S)
+    assert limit.tokens == before // 4
+
+
+def test_it_stays_between_a_few_tokens_and_the_budget() -> None:
+    limit = PromptLimit(LONGEST_S, 4096)
+    after_steps(limit, lambda tokens: 1.0)
+    assert limit.tokens == LEAST_TOKENS
+    after_steps(limit, lambda tokens: 1e-9)
+    assert limit.tokens == 4096
+    assert PromptLimit(LONGEST_S, 40).tokens == 40
+
+
+def counts(plan: StepPlan) -> dict[str, int]:
+    return {chunk.sequence.request_id: chunk.count for chunk in plan.chunks}
+
+
+def test_only_beside_answers_are_prompts_cut_to_it(make_world: MakeWorld) -> None:
+    world = make_world(blocks=128, budget=64)
+    limit = world.scheduler.prompt_limit = PromptLimit(LONGEST_S, 64)
+    limit.learn(64, 10.0)
+    assert limit.tokens == 16
+    world.add("first", list(range(100)), max_tokens=30)
+    assert counts(world.step()) == {"first": 64}, "no answer goes on yet"
+    assert counts(world.step()) == {"first": 36}
+    world.add("second", list(range(200, 240)), max_tokens=2)
+    world.add("third", list(range(300, 320)), max_tokens=2)
+    assert counts(world.step()) == {"first": 1, "second": 16}
+    assert counts(world.step()) == {"first": 1, "second": 16}
+    assert counts(world.step()) == {"first": 1, "second": 8, "third": 8}
+    assert counts(world.step()) == {"first": 1, "second": 1, "third": 12}
+    world.run()
+    assert world.at_rest()
