@@ -76,7 +76,8 @@ class LocalPrompts(NamedTuple):
     while_idle: float = 0.0
 
     @classmethod
-    def of(cls, spec: RouterSpec) -> LocalPrompts:
+    def of(cls, spec: RouterSpec, *, bounds_steps: bool = False) -> LocalPrompts:
+        """`bounds_steps`: the decode workers have a longest step."""
         match spec.disaggregation:
             case Disaggregation.ALWAYS:
                 return cls()
@@ -84,7 +85,7 @@ class LocalPrompts(NamedTuple):
                 return cls(math.inf, math.inf, math.inf)
             case Disaggregation.AUTO:
                 always, predicts = spec.local_prefill_max_tokens, spec.policy is PolicyName.EXPECTED_TTFT
-                while_busy = spec.local_prefill_busy_max_tokens if predicts else 0
+                while_busy = (math.inf if bounds_steps else spec.local_prefill_busy_max_tokens) if predicts else 0
                 return cls(always, max(always, while_busy), math.inf if predicts else always)
 
 

@@ -156,6 +156,7 @@ def worker_info(
         ),
         total_blocks=rank.layout.num_blocks,
         max_model_tokens=rank.max_model_tokens,
+        bounds_steps=launch.engine.longest_step_s is not None,
     )
     for index, agent in sorted(attached.items()):
         info.agents.append(agent_endpoint(index, agent))

@@ -95,7 +95,7 @@ class SimAutoscaler:
             fleet.pace(Role.DECODE).pace(),
             self._setup.decode.max_running_requests or self._setup.max_running_requests,
             self._setup.decode.kv_tokens,
-            LocalPrompts.of(self._setup.router),
+            LocalPrompts.of(self._setup.router, bounds_steps=self._setup.decode.longest_step_s is not None),
         )
         return PoolObservation(
             PoolSizes(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, capability, self._measured(now_s)

@@ -159,6 +159,7 @@ class SimFleet:
             None,
             pace,
             _NO_TRANSFER_TIMES,
+            worker.bounds_steps,
         )
 
     def _remove_from_pool(self, worker: SimWorker) -> None:

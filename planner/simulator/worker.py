@@ -80,6 +80,7 @@ class SimWorker:
             speculator=None if pool.acceptance is None else pool.acceptance.speculator(),
         )
         self._acceptance, self._longest_step_s = pool.acceptance, pool.longest_step_s
+        self.bounds_steps = pool.longest_step_s is not None
         self._most_step_tokens = self.scheduler.max_step_tokens
         self.cost: CostModel = pool.cost
         self.account = Account()

@@ -18,8 +18,8 @@ class LocalPrefill:
     """Reads `prefill_s` of the query: when the soonest prefill worker would finish the prompt."""
 
     max_tokens: int  # up to this many uncached tokens are prefilled locally at any load
-    busy_max_tokens: int  # prompt tokens on a decode worker, with this request's, while other requests decode there
-    idle_room: HasPrefillRoom  # the limit while none decode there
+    busy_max_tokens: int  # prompt tokens on a decode worker, with this request's, while they would delay its answers
+    idle_room: HasPrefillRoom  # the limit while none decode there, or its steps are bounded
     predicts: bool  # False: only `max_tokens` counts
 
     def takes(self, query: PlacementQuery, decode: Candidate) -> bool:
@@ -41,6 +41,6 @@ class LocalPrefill:
         return prefill_s(query, decode) <= handoff_s(query, decode, query.prefill_s)
 
     def spares_decodes(self, query: PlacementQuery, decode: Candidate) -> bool:
-        if not decode.running_requests:
+        if not decode.running_requests or decode.bounds_steps:
             return self.idle_room.keep(query, decode)
         return decode.outstanding_tokens + decode.uncached_tokens(query) <= self.busy_max_tokens

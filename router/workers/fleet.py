@@ -74,6 +74,7 @@ class Worker:
             reaches=self.link.reaches,
             pace=self.estimates.pace(),
             transfer_to=self.estimates.transfer_to,
+            bounds_steps=self.link.info.bounds_steps,
         )
 
 

@@ -173,6 +173,7 @@ class WorkerInfo(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    BOUNDS_STEPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -185,6 +186,8 @@ class WorkerInfo(_message.Message):
     protocol: _builtins.int
     """newest and oldest supported version of the Worker service's protocol; 0: version 3"""
     oldest_protocol: _builtins.int
+    bounds_steps: _builtins.bool
+    """engine.longest_step_s is set: prompts delay its answers no longer than that"""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -207,10 +210,11 @@ class WorkerInfo(_message.Message):
         drain: Global___Drain.ValueType = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        bounds_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "oldest_protocol", b"oldest_protocol", "processes", b"processes", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "bounds_steps", b"bounds_steps", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "oldest_protocol", b"oldest_protocol", "processes", b"processes", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,7 +53,8 @@ class _Model:
             spec.autoscaler, ScalingLimits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes)
         )
         self.load = ObservedLoad(now_s)
-        self.local = LocalPrompts.of(spec.router)
+        bounds_steps = pools.engine_of(Role.DECODE).longest_step_s is not None
+        self.local = LocalPrompts.of(spec.router, bounds_steps=bounds_steps)
         self.changed_s = now_s
         self.outlook = "not evaluated yet"
 

@@ -95,6 +95,10 @@ def test_prefill_worker(prefill: list[Candidate], chosen: str) -> None:
     assert placed.prefill.worker_id == chosen
 
 
+def bounded(name: str, **options: int) -> Candidate:
+    return structs.replace(worker(name, **options), bounds_steps=True)  # type: ignore[arg-type]
+
+
 BUSY = [worker("p", outstanding=900)]
 
 
@@ -112,6 +116,8 @@ BUSY = [worker("p", outstanding=900)]
         (AUTO, "expected_ttft", 80, worker("d", pace=SLOW, outstanding=150), BUSY, PlacementReason.HANDOFF_AS_SOON),
         (AUTO, "expected_ttft", 80, worker("d", running=1, outstanding=121), BUSY,
          PlacementReason.HANDOFF_SPARES_DECODES),
+        (AUTO, "expected_ttft", 80, bounded("d", running=9, outstanding=121), BUSY, PlacementReason.LOCAL_SOONER),
+        (AUTO, "expected_ttft", 700, bounded("d", running=9), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 90, worker("d", outstanding=120), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 700, worker("d"), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 210, worker("d", pace=SLOW), BUSY, PlacementReason.LOCAL_PREFILL_FULL),
