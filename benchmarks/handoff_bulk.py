@@ -75,13 +75,15 @@ class Bulk:
 
     def breakdown(self) -> dict[str, float]:
         """Medians over the handoffs: pieces, and milliseconds to the first piece's copy, from there to the end of the
-        last, from there to the last word of the sender, and from there to the leader."""
+        last, from there to the last word of the sender, and from there to the leader. Empty if none says so."""
         rows = []
         for started_s, ended_s, each in self.received:
             stages = each.stages
             if stages is not None and stages.first_piece_at_s and stages.last_piece_at_s and stages.verified_at_s:
                 marks = (started_s, stages.first_piece_at_s, stages.last_piece_at_s, stages.verified_at_s, ended_s)
                 rows.append((each.pieces, *(1000 * (end - start) for start, end in itertools.pairwise(marks))))
+        if not rows:
+            return {}
         names = ("pieces", "before_ms", "moving_ms", "closing_ms", "report_ms")
         return {
             name: round(statistics.median(row), 3) for name, row in zip(names, zip(*rows, strict=True), strict=True)

@@ -198,7 +198,7 @@ class Agent:
             else:
                 await self._serve_rank(first, fds, Channel(*stream, FromRank))
         except (HandoffFault, ChannelError, msgspec.MsgspecError, UnicodeDecodeError, OSError, TimeoutError) as error:
-            log.warning("control connection closed: %s", error or type(error).__name__)
+            log.warning("control connection closed: %s", str(error) or type(error).__name__)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -331,11 +331,11 @@ def machine_id() -> str:
 
 
 def _choose_kernels(pool: DevicePool) -> None:
-    """Before the first link needs them, which waits for them."""
+    """Before the first link needs them, which waits for them a while."""
     try:
         pool.choose_kernels()
-    except (DeviceLost, HandoffFault) as error:
-        log.warning("cannot choose how KV blocks are copied: %s", error)  # links end with what is wrong
+    except (DeviceLost, HandoffFault) as error:  # if the device is lost, so says the first link, and the agent ends
+        log.warning("copying KV blocks by torch's operations: the kernels could not be chosen: %s", error)
 
 
 def _end_hung(thread: str) -> None:

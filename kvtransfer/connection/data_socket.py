@@ -170,7 +170,7 @@ class DataListener:
                 async with asyncio.timeout(TOKEN_TIMEOUT_S):
                     sock = await self._identify(raw)
             except (HandoffFault, OSError, TimeoutError) as error:
-                log.info("dropped a data connection: %s", error or type(error).__name__)
+                log.info("dropped a data connection: %s", str(error) or type(error).__name__)
                 return
             if found.done():
                 sock.close()
@@ -230,7 +230,7 @@ async def connect_data(address: str, token: bytes, tls: TlsContexts | None, idle
                 sock.close()
                 raise
     except (OSError, TimeoutError) as error:
-        what = f"tcp: no data connection to {address}: {error or type(error).__name__}"
+        what = f"tcp: no data connection to {address}: {str(error) or type(error).__name__}"
         raise HandoffFault(HandoffCause.TRANSPORT, what) from error
     return DataSocket(sock, idle_s)
 

@@ -307,7 +307,7 @@ class LinkAcceptor:
             if link is not None:
                 await self._run(link)
         except (HandoffFault, OSError, TimeoutError) as error:
-            log.info("a link's connection failed before it was ready: %s", error or type(error).__name__)
+            log.info("a link's connection failed before it was ready: %s", str(error) or type(error).__name__)
         finally:
             if isinstance(wire, TlsConnection):
                 wire.close()
@@ -342,7 +342,7 @@ class LinkAcceptor:
         except BaseException:
             receiver.close()
             raise
-        limit = terms.max_piece_bytes or max_piece_bytes(hello.transport, hello.protocol)
+        limit = max_piece_bytes(hello.transport, hello.protocol, terms.max_piece_bytes)
         return InLink(local, hello, link, stream, receiver, thread, limit)
 
     async def _run(self, link: InLink) -> None:

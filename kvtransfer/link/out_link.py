@@ -93,7 +93,6 @@ class OutLink:
         self.moved_bytes = 0
         self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
-        self._welcomed_bytes: int | None = None  # the peer's largest piece, if that is not the transport's
         self._meter = LinkMeter(SystemClock())
         self._is_opening = False  # an error now is the transport's
         self._failed_openings: dict[str, tuple[int, str]] = {}  # by transport: how many, and the last one's reason
@@ -164,7 +163,7 @@ class OutLink:
                 reason, final = fault.message, False
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
-                reason = f"cannot reach {name}: {error or type(error).__name__}"
+                reason = f"cannot reach {name}: {str(error) or type(error).__name__}"
                 final = isinstance(error, ssl.SSLCertVerificationError)
             except Exception as error:  # a transport's library may raise anything; only this link fails
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
@@ -214,7 +213,6 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._local, peer, thread)
             stream = await self._handshake(sender)
             self._meter.reconnected()
-            self.max_piece_bytes = self._welcomed_bytes or max_piece_bytes(self._kind, stream.version)
             for _ in range(PROBES if has_many_probes(stream.version) else 1):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
@@ -254,8 +252,8 @@ class OutLink:
             welcome = await self._answer(raw)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
                 raise LinkRefused(f"another epoch answered: {welcome.worker_id}, epoch {welcome.epoch}")
-            self._welcomed_bytes = welcome.max_piece_bytes
-            await sender.establish(welcome)
+            self.max_piece_bytes = max_piece_bytes(self._kind, hello.protocol, welcome.max_piece_bytes)
+            await self._establish(sender, welcome)
         except BaseException:
             raw.close()
             raise
@@ -272,6 +270,17 @@ class OutLink:
         except TimeoutError:
             self._is_opening = False
             raise
+
+    async def _establish(self, sender: KvSender, welcome: Welcome) -> None:
+        limit = asyncio.timeout(HANDSHAKE_TIMEOUT_S)
+        try:
+            async with limit:
+                await sender.establish(welcome)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            message = f"{self._kind}: the data path was not ready within {HANDSHAKE_TIMEOUT_S:g} s"
+            raise HandoffFault(HandoffCause.TRANSPORT, message) from error
 
     async def _dial(self) -> Wire:
         if self._kind == MAPPED:

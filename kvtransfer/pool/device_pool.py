@@ -19,14 +19,16 @@ from torch import Tensor
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool import cuda_ipc
+from kvtransfer.pool.copier_choice import choose_copier
 from kvtransfer.pool.device_digest import DigestKeys
-from kvtransfer.pool.piece_copier import AnyCopier, Launch, Place, choose_copier
+from kvtransfer.pool.piece_copier import AnyCopier, Launch, Place
 from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, full_blocks, runs
 from kvtransfer.pool.staging import Staging
 from tandem.kvcache.layout import KvPoolLayout
 
 T = TypeVar("T")
 WORD_BYTES = 8  # unit of copies; must divide a token's bytes in one head
+KERNEL_ALIGNMENT = 16  # of pools in bytes, as when the kernel is compiled: another would compile it once more
 MAX_RUN_COPIES = 8  # pieces of more runs are gathered and scattered
 DIGEST_BYTES = 32 << 20  # at a time: torch makes products of twice the size
 
@@ -57,8 +59,10 @@ class DevicePool:
         self.staging = Staging(self._make_staging, layout.block_bytes)
         self._threads = threading.local()
         self._copier: AnyCopier | None = None
-        self._is_chosen = False
-        self._choosing = threading.Lock()
+        self._is_aligned = memory.data_ptr() % KERNEL_ALIGNMENT == 0
+        self._is_chosen = threading.Event()
+        if self.device.type == "cpu":
+            self._is_chosen.set()
 
     @classmethod
     def open(cls, layout: KvPoolLayout, memory: DeviceMemory, fd: int | None, *, writable: bool) -> DevicePool:
@@ -110,17 +114,26 @@ class DevicePool:
         """Reads one word of a peer's pool from this device. Raises DeviceLost or HandoffFault."""
         self.run(lambda: source.words.view(-1)[:1].clone().to(self.device))
 
-    @property
-    def copies_at_once(self) -> bool:
-        """Whether a piece of any size and shape is one launch. Known after `choose_kernels`."""
-        return self._copier is not None
+    def launches_from(self, source: DevicePool | None) -> bool:
+        """Whether a piece of any size and shape is one launch. None: it is only digested. Changes once at most, when
+        the kernels are chosen."""
+        return self._copier_for(self if source is None else source) is not None
+
+    def _copier_for(self, source: DevicePool) -> AnyCopier | None:
+        is_fit = source.device == self.device and source._is_aligned and self._is_aligned
+        return self._copier if is_fit else None
 
     def choose_kernels(self) -> None:
-        """Compiles the kernels of pieces, and checks them, if this was not done. Takes seconds."""
-        with self._choosing:
-            if not self._is_chosen and self.device.type == "cuda":
+        """Compiles the kernels of pieces on a GPU, and checks them. Call it once; it takes seconds, rarely a minute."""
+        try:
+            if self.device.type == "cuda" and self._is_aligned:
                 self._copier = self.run(lambda: choose_copier(self.layout, self.device))
-            self._is_chosen = True
+        finally:
+            self._is_chosen.set()
+
+    def await_kernels(self, timeout_s: float) -> bool:
+        """Whether they were chosen within this time. Until then, pieces take torch's operations."""
+        return self._is_chosen.wait(timeout_s)
 
     def make_keys(self, key: int) -> DigestKeys:
         row_words = self.layout.head_bytes // torch.int32.itemsize
@@ -139,28 +152,35 @@ class DevicePool:
         """Copies a piece from another pool; `read` and `write` have the same shape.
 
         Returns:
-            The digest of the bytes copied; 0 without keys. Our own blocks need no second check, because only this
-            process writes to them.
+            The digest of the bytes copied; 0 without keys. The kernel's is of the words that it read, torch's of our
+            blocks. Only this process writes to these, so they need no second check.
         """
         return self.start_copy(source, read, write, keys).wait()
 
     def start_digest(self, span: PoolSpan, keys: DigestKeys) -> Pending:
         """`digest` that the device may still compute. Pieces that one thread starts end in order."""
-        if (copier := self._copier) is not None:
+        if (copier := self._copier_for(self)) is not None:
             return self._start(copier, self._place(span), None, keys)
         return _Done(self.run(lambda: self._digest(span, keys)))
 
     def start_copy(self, source: DevicePool, read: PoolSpan, write: PoolSpan, keys: DigestKeys | None) -> Pending:
-        """`copy_from` that may still be under way. Pieces that one thread starts end in order."""
-        if (copier := self._copier) is not None and source.device == self.device:
-            return self._start(copier, source._place(read), self._place(write), keys)
+        """`copy_from` that may still be under way. Pieces that one thread starts end in order.
 
+        Raises DeviceLost or HandoffFault (transport)."""
+        if (copier := self._copier_for(source)) is not None:
+            return self._start(copier, source._place(read), self._place(write), keys)
         self.run(lambda: self._copy_from(source, read, write))
         return _Done(0) if keys is None else self.start_digest(write, keys)
 
     def _start(self, copier: AnyCopier, read: Place, write: Place | None, keys: DigestKeys | None) -> Pending:
         launched: list[Launch] = []
-        done = self.start(lambda: launched.append(copier.launch(read, write, keys)))
+        try:
+            done = self.start(lambda: launched.append(copier.launch(read, write, keys)))
+        except (DeviceLost, HandoffFault):
+            raise
+        except Exception as error:  # Triton's: a variant that does not compile, or needs more than the GPU has
+            message = f"pool: a piece cannot be launched: {type(error).__name__}: {error}"
+            raise HandoffFault(HandoffCause.TRANSPORT, message) from error
         return _Launched(copier, done, launched[0])
 
     def _place(self, span: PoolSpan) -> Place:

@@ -1,22 +1,15 @@
-"""Chooses what copies and digests pieces on a GPU: Triton's kernel if it is there and right, else torch."""
+"""What copies and digests pieces within a GPU, by one launch each."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.pool import PoolSpan
 from tandem.kvcache.layout import KvPoolLayout
-
-log = logging.getLogger(__name__)
-_KEY = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,79 +47,3 @@ class PieceCopier(Protocol[L]):
 
 
 AnyCopier: TypeAlias = PieceCopier[Any]
-
-
-def choose_copier(layout: KvPoolLayout, device: torch.device) -> AnyCopier | None:
-    """None: torch's operations. Compiles for this layout. The device may be lost afterwards."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        module = importlib.import_module("kvtransfer.pool.triton_copy")  # imports Triton, which CPU machines lack
-        copier: AnyCopier = module.TritonCopier(device)
-        wrong = copier_error(copier, layout, device)
-    except Exception as error:  # not available: no compiler, no cache folder, or an old driver
-        wrong = f"{type(error).__name__}: {error}"
-    if wrong is None:
-        return copier
-    log.warning("copying KV blocks by torch's operations, more slowly than by Triton: %s", wrong)
-    return None
-
-
-def copier_error(copier: AnyCopier, layout: KvPoolLayout, device: torch.device) -> str | None:
-    """What a copier does wrong with small pools of such blocks, on the current stream; None if nothing."""
-    layout = replace(layout, num_blocks=6, layers=min(layout.layers, 3))
-    generator = torch.Generator(device).manual_seed(0)
-
-    def some_pool() -> Tensor:
-        size = layout.pool_bytes // torch.int64.itemsize
-        return torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=generator, device=device)
-
-    keys = DigestKeys(_KEY, layout.head_bytes // torch.int32.itemsize, device)
-    for copies, digests in ((True, False), (True, True), (False, True)):
-        source, target = some_pool(), some_pool()
-        read, write = _spans(layout)
-        expected, expected_digest = _by_torch(source, target, layout, read, write, keys)
-        launch = copier.launch(
-            Place(source.view(torch.int32), layout, read),
-            Place(target.view(torch.int32), layout, write) if copies else None,
-            keys if digests else None,
-        )
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        digest = launch.digest
-        copier.release(launch)
-        if digests and digest != expected_digest:
-            return f"the digest of a piece is {digest:#x}, expected {expected_digest:#x}"
-        if copies and not torch.equal(target, expected):
-            return "a copied piece has other bytes than its source"
-    return None
-
-
-def _spans(layout: KvPoolLayout) -> tuple[PoolSpan, PoolSpan]:
-    """Scattered blocks in another order, a partial last one, and parts of the layers and heads."""
-    tokens = max(1, layout.block_tokens - 1)
-    layers, heads = max(1, layout.layers - 1), max(1, layout.kv_heads - 1)
-    layer, head = layout.layers - layers, layout.kv_heads - heads
-    return (
-        PoolSpan((4, 0, 1, 5), tokens, layer, layers, head, heads),
-        PoolSpan((1, 2, 5, 3), tokens, layer, layers, 0, heads),
-    )
-
-
-def _by_torch(
-    source: Tensor, target: Tensor, layout: KvPoolLayout, read: PoolSpan, write: PoolSpan, keys: DigestKeys
-) -> tuple[Tensor, int]:
-    shape = (layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, -1)
-    copied = target.clone()
-    parts = []
-    for index, (read_id, write_id) in enumerate(zip(read.block_ids, write.block_ids, strict=True)):
-        tokens = read.last_block_tokens if index == len(read.block_ids) - 1 else layout.block_tokens
-        part = _part(source.view(shape)[read_id], read, tokens)
-        _part(copied.view(shape)[write_id], write, tokens).copy_(part)
-        parts.append(part.view(torch.int32))
-    return copied, keys.digest(parts)
-
-
-def _part(block: Tensor, span: PoolSpan, tokens: int) -> Tensor:
-    layers = slice(span.layer_start, span.layer_start + span.layer_count)
-    return block[layers, :, span.head_start : span.head_start + span.head_count, :tokens]

@@ -9,8 +9,6 @@ Only imported where Triton is installed and the pool is on a GPU.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import triton
 import triton.language as tl
@@ -18,42 +16,24 @@ from torch import Tensor
 
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.piece_copier import Place
+from kvtransfer.pool.slots import Slot, Slots
 
 TILE_WORDS = 4096  # of 32 bits, of one program: 32 for each of its threads
 MAX_WIDTH = 1024  # words of a row at a time
 WARPS = 4
-LEAST_IDS = 1024
-_MASK = (1 << 64) - 1
-
-
-class Slot:
-    """Memory of one piece under way, on the host and on the device: its digest, then its block ids at both ends."""
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.host = torch.empty(capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.device = torch.empty(capacity, dtype=torch.int64, device=device)
-        self.view = self.host.numpy()
-        self.used: tuple[object, ...] = ()  # what the kernel reads must live as long as it
-
-    @property
-    def digest(self) -> int:
-        """Once the device has ended the piece."""
-        return int(self.view[0]) & _MASK
 
 
 class TritonCopier:
     """`PieceCopier` for GPUs."""
 
     def __init__(self, device: torch.device, *, tile_words: int = TILE_WORDS, warps: int = WARPS) -> None:
-        self._device = device
         self._tile_words = tile_words
         self._warps = warps
-        self._free: list[Slot] = []
-        self._lock = threading.Lock()
+        self._slots = Slots(device)
 
     def launch(self, read: Place, write: Place | None, keys: DigestKeys | None) -> Slot:
         count = len(read.span.block_ids)
-        slot = self._slot(1 + 2 * count)
+        slot = self._slots.take(1 + 2 * count)
         slot.view[0] = 0
         slot.view[1 : 1 + count] = read.span.block_ids
         slot.view[1 + count : 1 + 2 * count] = (write or read).span.block_ids
@@ -65,16 +45,7 @@ class TritonCopier:
         return slot
 
     def release(self, slot: Slot) -> None:
-        slot.used = ()
-        with self._lock:
-            self._free.append(slot)
-
-    def _slot(self, size: int) -> Slot:
-        with self._lock:
-            for index, slot in enumerate(self._free):
-                if len(slot.view) >= size:
-                    return self._free.pop(index)
-        return Slot(triton.next_power_of_2(max(size, LEAST_IDS)), self._device)
+        self._slots.give_back(slot)
 
     def _launch(
         self, read: Place, write: Place, keys: DigestKeys | None, ids: Tensor, *, copies: bool

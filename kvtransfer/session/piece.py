@@ -28,7 +28,7 @@ from tandem.kvcache.layout import KvPoolLayout
 MAX_BODY_BYTES = 1 << 20
 MAX_PIECE_BYTES = 16 << 20  # senders split larger requests, so tickets share the link and digests overlap copies
 MAX_MAPPED_PIECE_BYTES = 64 << 20  # copied within 10 ms
-MAX_DEVICE_PIECE_BYTES = 1 << 30  # copied within 1 ms in a GPU's memory, 20 ms by PCIe
+MAX_DEVICE_PIECE_BYTES = 256 << 20  # copied within 0.3 ms in a GPU's memory, by one launch of about 10 µs
 MIN_PIECE_BYTES = 1 << 20  # layers are gathered up to this size; a piece costs each side about 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32

@@ -193,7 +193,7 @@ class ReceiveSession:
         )
 
     def end_piece(self, prefill_rank: int, piece: Piece, digest: int, verify_s: float) -> list[ReceiveAction]:
-        """The piece is written. `digest` is of the bytes written."""
+        """The piece is written. `digest` is of the bytes as they were read or received, to be written here."""
         self._writes -= 1
         if self.state is not ReceiveState.RECEIVING:
             return self._over_if_drained()

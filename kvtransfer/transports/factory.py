@@ -11,7 +11,7 @@ from kvtransfer.connection.handshake import NCCL, NIXL, Hello, LocalRank
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import Wire
 from kvtransfer.control import Peer
-from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES
+from kvtransfer.session.piece import MAX_DEVICE_PIECE_BYTES, MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES
 from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.choice import PROCESS_GROUP, TCP, offered
 from kvtransfer.transports.host_support import THIS_HOST, HostSupport
@@ -89,9 +89,17 @@ class Transports:
             return self._endpoint
 
 
-def max_piece_bytes(kind: str, version: int) -> int:
-    """The largest piece of a link, at both ends. `mapped` carries no bytes, so a piece costs its link only the copy."""
-    return MAX_MAPPED_PIECE_BYTES if kind == MAPPED and supports_large_pieces(version) else MAX_PIECE_BYTES
+def max_piece_bytes(kind: str, version: int, welcomed: int | None = None) -> int:
+    """The largest piece of a link. `mapped` carries no bytes, so a piece costs its link only the copy.
+
+    Args:
+        welcomed: the receiver's own limit, from its welcome. Only `mapped` has one, and it is the peer's word.
+    """
+    if kind != MAPPED or not supports_large_pieces(version):
+        return MAX_PIECE_BYTES
+    if welcomed is None:
+        return MAX_MAPPED_PIECE_BYTES
+    return min(max(welcomed, MAX_PIECE_BYTES), MAX_DEVICE_PIECE_BYTES)
 
 
 def carries_int8(kind: str, local: LocalRank, peer: Peer) -> bool:

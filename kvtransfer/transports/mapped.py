@@ -14,6 +14,7 @@ piece is in memory when it is announced. The receiver waits for its own stream b
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from array import array
@@ -29,7 +30,7 @@ from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
 from kvtransfer.pool.pools import Pool, open_pool
 from kvtransfer.session.piece import MAX_DEVICE_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.transports.pending import PendingQueue
+from kvtransfer.transports.pending import AT_ONCE, PendingQueue
 from kvtransfer.transports.protocol import PROBE_BYTES, WelcomeTerms
 from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from kvtransfer.versions import mapped_digests_follow
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
     from kvtransfer.pool.device_digest import DigestKeys
     from kvtransfer.pool.device_pool import DevicePool
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 DIGESTS_AHEAD = 2  # digests queued for the link's thread, to keep it busy
+KERNELS_WAIT_S = 20.0  # for their first compilation, at both ends; together within a link's handshake
 _DIGEST_BITS = 64
 _ID_BYTES = 4
 
@@ -86,9 +90,10 @@ class DeviceAccess:
     def __init__(
         self, thread: LinkThread, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None
     ) -> None:
-        is_one_launch = local.copies_at_once and (source is None or source.device == local.device)
+        is_one_launch = local.launches_from(source)
         self.max_piece_bytes = MAX_DEVICE_PIECE_BYTES if is_one_launch else None
-        self._queue = PendingQueue(thread)
+        # Torch's operations end before the next can start, so each is reported before the next.
+        self._queue = PendingQueue(thread, AT_ONCE if is_one_launch else 1)
         self._local = local
         self._keys = keys
         self._source = source
@@ -101,7 +106,9 @@ class DeviceAccess:
         return await self._queue.run(lambda: self._local.start_copy(source, read, write, keys))
 
 
-def make_access(thread: LinkThread, local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
+def make_access(
+    thread: LinkThread, local: Pool, source: Pool | None, kind: str, key: int, *, wait_s: float = KERNELS_WAIT_S
+) -> PoolAccess:
     """Call it in the link's thread. Raises HandoffFault (protocol) if the local pool cannot have such digests."""
     if isinstance(local, PoolMap):
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
@@ -111,7 +118,9 @@ def make_access(thread: LinkThread, local: Pool, source: Pool | None, kind: str,
         raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
     if source is not None:
         local.try_reading(source)
-    local.choose_kernels()
+    with thread.waiting():
+        if not local.await_kernels(wait_s):
+            log.warning("a link does not wait longer for the kernels of pieces: it begins with torch's operations")
     return DeviceAccess(thread, local, local.make_keys(key), source)
 
 

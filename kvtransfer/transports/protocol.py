@@ -67,7 +67,8 @@ class PieceArrival(Protocol):
         ...
 
     async def place(self, span: PoolSpan) -> int:
-        """Writes the piece to our blocks; returns the digest of the bytes written.
+        """Writes the piece to our blocks; returns the digest of the bytes as they were read or received. Our blocks are
+        not read again.
 
         Raises HandoffFault (transport) if the data path failed, after which the link must end.
         """

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from kvtransfer.control import LinkReport, Received, ReceiveFailed, Sent
+from kvtransfer.pool.copier_choice import choose_copier
 from kvtransfer.pool.cuda_ipc import export_tensor, gpu_index, gpu_uuid
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.device_pool import DevicePool
+from kvtransfer.pool.piece_copier import AnyCopier
 from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.pool.pools import make_host_staging
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
@@ -41,17 +43,28 @@ def pool_of(seed: int, device: str) -> tuple[DevicePool, PoolMap]:
     return DevicePool(LAYOUT, torch.frombuffer(memory, dtype=torch.uint8).to(device)), PoolMap(LAYOUT, memory)
 
 
+@pytest.fixture(scope="module")
+def copier() -> AnyCopier | None:
+    """As an agent chooses it, after its check in another process; None on a CPU."""
+    if DEVICE.type != "cuda":
+        return None
+    chosen = choose_copier(LAYOUT, DEVICE)
+    assert chosen is not None, "the log says why"
+    return chosen
+
+
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.parametrize("ids", [tuple(range(9)), (3, 4, 5, 9, 1), tuple(range(23, 1, -2))])
 @pytest.mark.parametrize("last_block_tokens", [16, 5])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_copies_and_digests_are_those_of_host_memory(
-    devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int, kernels: bool
+    devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int, kernels: bool, copier: AnyCopier | None
 ) -> None:
     (source, source_bytes), (target, target_bytes) = pool_of(1, devices[0]), pool_of(2, devices[1])
-    if kernels:
-        target.choose_kernels()
-        assert target.copies_at_once == (target.device.type == "cuda")
+    if kernels and target.device == DEVICE:
+        target._copier = copier
+        assert target.launches_from(None) == (copier is not None)
+        assert target.launches_from(source) == (copier is not None and source.device == target.device)
     read = PoolSpan(ids, last_block_tokens, 1, 2, 1, 2)
     write = replace(read, block_ids=ids[::-1], head_start=2)
     digest = target.copy_from(source, read, write, target.make_keys(7))
@@ -59,6 +72,30 @@ def test_copies_and_digests_are_those_of_host_memory(
     assert np.array_equal(target.words.cpu().numpy().view(np.uint8).reshape(-1), target_bytes.blocks.reshape(-1))
     on_host = DevicePool(LAYOUT, torch.from_numpy(source_bytes.blocks.reshape(-1)))
     assert digest == on_host.digest(read, DigestKeys(7, LAYOUT.head_bytes // 4, torch.device("cpu")))
+
+
+@NEEDS_CUDA
+def test_blocks_beyond_what_32_bits_count_are_copied(copier: AnyCopier | None) -> None:
+    """Pools of more than 2^31 words."""
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 40 << 30:
+        pytest.skip("needs a GPU of 40 GB")
+    layout = KvPoolLayout(num_blocks=4200, layers=32, kv_heads=8, block_tokens=16, head_dim=128, dtype="bfloat16")
+    assert layout.pool_bytes > 4 << 31
+    source, target = (
+        DevicePool(layout, torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=DEVICE)) for _ in range(2)
+    )
+    target._copier = copier
+    assert target.launches_from(source)
+    source.words[-8:].random_()
+    expected = source.words[-8:-1].clone()
+    torch.cuda.synchronize()
+    keys = target.make_keys(7)
+    ids = tuple(range(layout.num_blocks - 8, layout.num_blocks - 1))
+    read = PoolSpan(ids, layout.block_tokens, 0, layout.layers, 0, layout.kv_heads)
+    digest = target.copy_from(source, read, replace(read, block_ids=tuple(each + 1 for each in ids)), keys)
+    assert torch.equal(target.words[-7:], expected)
+    assert not target.words[:-7].any()
+    assert digest == source.digest(read, keys)  # by torch
 
 
 def test_a_span_goes_over_host_memory_and_back() -> None:
@@ -122,9 +159,7 @@ def test_blocks_arrive_by_cuda_ipc(tmp_path: Path, devices: tuple[str, str], dig
 
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.parametrize("digests", [True, False])
-def test_pieces_of_several_prompts_are_under_way_at_once(
-    tmp_path: Path, devices: tuple[str, str], digests: bool
-) -> None:
+def test_several_prompts_at_once_arrive(tmp_path: Path, devices: tuple[str, str], digests: bool) -> None:
     async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
         await complete(start(prefill, decode, 0))
         handoffs = [start(prefill, decode, seed, LONG, range((seed - 1) * 300, seed * 300)) for seed in range(1, 5)]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.handoff_bulk import Bulk
+from kvtransfer.control import Received
+from kvtransfer.stages import ReceiveStages
+from kvtransfer.testing.handoff import FakeModel, FakeWorker
 from tandem.config.transfer import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
@@ -27,6 +32,18 @@ OTHERS = {
     "handoff.gpu_digest_share",
     *PEERS,
 }
+
+
+def test_the_breakdown_leaves_out_handoffs_that_do_not_say_when_pieces_moved() -> None:
+    worker = cast("FakeWorker", SimpleNamespace(model=FakeModel(), num_blocks=64))
+    bulk = Bulk(worker, worker, tokens=32)
+    bulk.received.append((1.0, 2.0, Received("a", 0, 0, 0, 0.0)))
+    assert bulk.breakdown() == {}
+    stages = ReceiveStages(1.0, first_piece_at_s=1.25, last_piece_at_s=1.5, verified_at_s=1.75)
+    bulk.received.append((1.0, 2.0, Received("b", 0, 0, 3, 0.0, stages=stages)))
+    assert bulk.breakdown() == {
+        "pieces": 3, "before_ms": 250.0, "moving_ms": 250.0, "closing_ms": 250.0, "report_ms": 250.0,
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "sizes"),
-    [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16]), (MAX_DEVICE_PIECE_BYTES, [128])],
+    [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16]), (MAX_DEVICE_PIECE_BYTES, [64, 64])],
 )
 def test_large_layers_go_as_they_finish_in_pieces_up_to_what_the_link_takes(limit: int, sizes: list[int]) -> None:
     big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")  # 128 KiB for each block and layer
