@@ -175,14 +175,23 @@ class Loads:
     """The largest loads that layouts serve of one traffic, placed by the router or by a paper's rule. A layout that
     missed a load is taken to miss all above."""
 
-    def __init__(self, trace: TrafficTrace, hardware: Hardware, slo: Slo, paper: Paper | None = None) -> None:
+    def __init__(
+        self,
+        trace: TrafficTrace,
+        hardware: Hardware,
+        slo: Slo,
+        paper: Paper | None = None,
+        *,
+        bounds_steps: bool = False,
+    ) -> None:
         assert slo.ttft_s is not None
         self._trace, self._hardware, self._slo = trace, hardware, slo
-        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING, paper)
+        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING, paper, bounds_steps)
         self._misses = allowed_misses(ATTAINMENT, len(trace))
         self._most = max(1.0, trace.span_s / slo.ttft_s)  # then all requests arrive within one TTFT objective
         self._analysis, self._is_met = cache(self._analysis_at), cache(self._simulate)
-        self._is_bounded = paper is not Paper.TAICHI  # its prefill workers decode too
+        # TaiChi's prefill workers decode too; bounded steps are not analysed.
+        self._is_bounded = paper is not Paper.TAICHI and not bounds_steps
         self.simulated = 0
 
     @property

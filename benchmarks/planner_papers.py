@@ -73,15 +73,18 @@ def answers(question: Question, requests: int = REQUESTS, place: Place = PLACE) 
         return
     hardware = Hardware(find_model(place.model), LINKS["rdma"](find_device(place.device)))
 
-    def best(paper: Paper | None, *, is_aggregated: bool) -> Served | None:
-        loads = Loads(trace, hardware, question.slo, paper)
+    def best(paper: Paper | None, *, is_aggregated: bool, bounds_steps: bool = False) -> Served | None:
+        loads = Loads(trace, hardware, question.slo, paper, bounds_steps=bounds_steps)
         return loads.best(layouts_on_all(hardware, place.devices, is_aggregated=is_aggregated))
 
     kinds = {"aggregated": best(None, is_aggregated=True), "disaggregated": best(None, is_aggregated=False)}
     most = max((each.load for each in kinds.values() if each is not None), default=0.0)
     if not most:
         return
-    rules = kinds | {each.value: best(each, is_aggregated=each is Paper.ECOSERVE) for each in Paper}
+    rules = kinds | {
+        f"{name}_bounded": best(None, is_aggregated=name == "aggregated", bounds_steps=True) for name in kinds
+    }
+    rules |= {each.value: best(each, is_aggregated=each is Paper.ECOSERVE) for each in Paper}
     for name, served in rules.items():
         ratio = 0.0 if served is None else round(served.load / most, 3)
         yield {

@@ -249,7 +249,8 @@ def papers(lines: Sequence[dict[str, Any]]) -> str:
         first = found[rules[0]]
         asked = f"{first['traffic']}, TTFT {first['ttft_s']:.2g} s, TPOT {1000 * first['tpot_s']:.2g} ms"
         rows.append([asked, *(rule_cell(found[rule]) for rule in rules)])
-    return "\n".join(["", *table([["traffic and objectives", *rules], *rows]), ""])
+    heads = [rule.replace("_bounded", ", bounded steps") for rule in rules]
+    return "\n".join(["", *table([["traffic and objectives", *heads], *rows]), ""])
 
 
 def rule_cell(line: dict[str, Any]) -> str:
