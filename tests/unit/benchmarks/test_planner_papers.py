@@ -21,20 +21,21 @@ def test_each_rule_has_a_line_beside_the_routers_best(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planner_grid, "STEP_TOKENS", (2048,))
     question = next(each for each in questions(None) if each.name == "chat_start")
     lines = {line["rule"]: line for line in answers(question, REQUESTS, SMALL)}
-    assert list(lines) == ["aggregated", "disaggregated", *Paper]
+    own = ["aggregated", "disaggregated"]
+    assert list(lines) == [*own, *(f"{name}_bounded" for name in own), *Paper]
     assert max(lines["aggregated"]["value"], lines["disaggregated"]["value"]) == 1.0
 
 
-@pytest.mark.parametrize("paper", [Paper.DEFLECTION, Paper.TAICHI])
-def test_the_largest_load_is_met_by_the_rule_and_the_next_is_not(paper: Paper) -> None:
+@pytest.mark.parametrize(("paper", "bounds_steps"), [(Paper.DEFLECTION, False), (Paper.TAICHI, False), (None, True)])
+def test_the_largest_load_is_met_by_the_rule_and_the_next_is_not(paper: Paper | None, bounds_steps: bool) -> None:
     question = next(each for each in questions(None) if each.name == "chat_start")
     trace, layout = question.traffic.draw(REQUESTS), ClusterLayout(1, 1, 1, 1, 2048)
     assert trace is not None
     hardware = Cell(SMALL, question.traffic, "rdma", START).hardware
-    served = Loads(trace, hardware, question.slo, paper).largest(layout, 1.0)
+    served = Loads(trace, hardware, question.slo, paper, bounds_steps=bounds_steps).largest(layout, 1.0)
     assert served is not None
     assert served.missed_at is not None
-    evaluator = Evaluator(trace, hardware, question.slo, MOST_RUNNING, paper)
+    evaluator = Evaluator(trace, hardware, question.slo, MOST_RUNNING, paper, bounds_steps)
     most = allowed_misses(ATTAINMENT, REQUESTS)
     for load, is_met in ((served.load, True), (served.missed_at, False)):
         assert evaluator.evaluate(Job(layout, REQUESTS, load=load, most_misses=most)).meets(ATTAINMENT) is is_met
