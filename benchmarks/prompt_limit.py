@@ -38,11 +38,12 @@ KEPT = 0.95  # of the steps
 class Sizes:
     prompt: int = 1000
     vocab: int = 49152
-    steps: int = 60  # with prompts and answers
+    steps: int = 120  # with prompts and answers
+    settling: int = 15  # before them
     fixed: tuple[int, ...] = FIXED
 
 
-QUICK = Sizes(prompt=60, vocab=300, steps=6, fixed=(32, 64))
+QUICK = Sizes(prompt=60, vocab=300, steps=6, settling=1, fixed=(32, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,11 @@ def _run(model_dir: Path, sizes: Sizes, *, prompts: bool = True, **options: floa
         rank = single_rank(model_dir, Path(folder) / "group", **settings)
         engine, names, found = rank.engine, count(), Run([], [])
         for number in range(ANSWERS):
-            answering = SamplingParams(temperature=0.0, max_tokens=8 * sizes.steps + 500)
+            answering = SamplingParams(temperature=0.0, max_tokens=8 * sizes.steps + 200)
             engine.add(make_request(f"answer-{number}", random_prompt(16, sizes.vocab, number), answering))
         while engine.load().waiting_tokens:
             engine.step()
-        while len(found.seconds) < sizes.steps:
+        while len(found.seconds) < sizes.settling + sizes.steps:
             if prompts and not engine.load().waiting_tokens:
                 number = next(names)
                 prompt = random_prompt(sizes.prompt, sizes.vocab, 1000 + number)
@@ -99,7 +100,7 @@ def _run(model_dir: Path, sizes: Sizes, *, prompts: bool = True, **options: floa
             if work.decode_tokens and bool(work.prefill_tokens) is prompts:
                 found.seconds.append(time.perf_counter() - began_s)
                 found.tokens.append(work.prefill_tokens)
-        return found
+        return Run(found.seconds[sizes.settling :], found.tokens[sizes.settling :])
 
 
 def main() -> int:

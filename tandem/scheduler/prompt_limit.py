@@ -1,9 +1,9 @@
 """How many prompt tokens a step may have while answers go on, so that it takes at most a given time.
 
 A pure rule: the times come from the engine. It needs no model of a step's cost: the limit follows the last times, as a
-controller does. A step that took too long lowers it in proportion; one that used all of it and took less raises it, by
-the root of the proportion and at most to twice. So it stays near what the time allows while contexts, batches and other
-load on the machine change.
+controller does. A step that took too long lowers it in proportion, at most to half, because a shared machine has slow
+moments. One that used all of it and was clearly in time raises it: a lot until the first one is late, then little, so
+that few steps are late where their times vary.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from math import sqrt
 from typing import Final
 
 LEAST_TOKENS: Final = 16  # a prompt is never cut smaller, so it always goes on
-_FIRST_TOKENS: Final = 128  # before any step is known
+_FIRST_TOKENS: Final = 32  # before any step is known
 _USED: Final = 0.9  # a step with this part of the limit shows what the limit takes
+_AIM: Final = 0.95  # of the longest time
+_SOUGHT_RISE, _RISE, _FALL = 2.0, 1.05, 0.5  # by one step, at most
 
 
 class PromptLimit:
@@ -23,6 +25,7 @@ class PromptLimit:
         self._longest_s = longest_s
         self._most = most_tokens
         self._tokens = float(min(_FIRST_TOKENS, most_tokens))
+        self._rise = _SOUGHT_RISE
 
     @property
     def tokens(self) -> int:
@@ -32,6 +35,8 @@ class PromptLimit:
         """Of a step with prompts and answers."""
         fits = self._longest_s / seconds
         if fits < 1:
-            self._tokens = max(min(self._tokens, prompt_tokens * fits), LEAST_TOKENS)
+            self._rise = _RISE
+            self._tokens = max(min(self._tokens, prompt_tokens * max(fits, _FALL)), LEAST_TOKENS)
         elif prompt_tokens >= _USED * int(self._tokens):
-            self._tokens = min(max(self._tokens, prompt_tokens * min(sqrt(fits), 2.0)), self._most)
+            rise = min(sqrt(_AIM * fits), self._rise)
+            self._tokens = min(self._tokens * max(rise, 1.0), self._most)  # not of the whole number, which would stay

@@ -15,7 +15,7 @@ MakeWorld = Any  # the `World` class of conftest.py
 LONGEST_S = 0.02
 
 
-def after_steps(limit: PromptLimit, cost: Callable[[int], float], count: int = 60) -> list[float]:
+def after_steps(limit: PromptLimit, cost: Callable[[int], float], count: int = 100) -> list[float]:
     """The times of steps that use all of the limit."""
     found = []
     for _ in range(count):
@@ -29,30 +29,41 @@ def test_it_finds_the_most_that_fits(base_s: float, token_s: float) -> None:
     limit = PromptLimit(LONGEST_S, 8192)
     times = after_steps(limit, lambda tokens: base_s + token_s * tokens)
     fitting = (LONGEST_S - base_s) / token_s
-    assert 0.9 * fitting < limit.tokens <= fitting + 1
+    assert 0.75 * fitting < limit.tokens <= fitting + 1
     assert sum(time > LONGEST_S * 1.001 for time in times) <= 6  # only while it is sought
 
 
 def test_with_times_that_vary_most_steps_are_in_time() -> None:
     draw = random.Random(1)
     limit = PromptLimit(LONGEST_S, 8192)
-    times = after_steps(limit, lambda tokens: (0.005 + 3e-5 * tokens) * draw.uniform(0.9, 1.1), 1000)
-    assert sum(time <= 1.1 * LONGEST_S for time in times) > 950
-    assert sum(times) / len(times) > 0.8 * LONGEST_S, "and it is not far too careful"
+    times = after_steps(limit, lambda tokens: (0.005 + 3e-5 * tokens) * draw.lognormvariate(0, 0.1), 2000)
+    assert sum(time > 1.1 * LONGEST_S for time in times) < 0.08 * len(times)
+    assert sum(times) / len(times) > 0.85 * LONGEST_S, "and it is not far too careful"
 
 
-def test_one_step_that_took_too_long_lowers_it_at_once_and_time_raises_it_again() -> None:
+def test_slow_moments_of_a_machine_do_not_stop_prompts() -> None:
+    draw = random.Random(2)
+    limit = PromptLimit(LONGEST_S, 8192)
+    times = after_steps(limit, lambda tokens: (0.005 + 3e-5 * tokens) * (5 if draw.random() < 0.02 else 1), 2000)
+    usual = sorted(times)[len(times) // 2]
+    assert usual > 0.7 * LONGEST_S
+
+
+def test_steps_that_took_too_long_lower_it_by_half_at_most_and_time_raises_it_again() -> None:
     limit = PromptLimit(LONGEST_S, 4096)
     after_steps(limit, lambda tokens: 0.00001 * tokens)
     full = limit.tokens
-    limit.learn(full, 10 * LONGEST_S)
-    assert limit.tokens == pytest.approx(full / 10, abs=1)
-    after_steps(limit, lambda tokens: 0.00001 * tokens)
-    assert limit.tokens == pytest.approx(full, rel=0.02)
+    limit.learn(full, 1.25 * LONGEST_S)
+    assert limit.tokens == pytest.approx(0.8 * full, abs=1)
+    limit.learn(limit.tokens, 10 * LONGEST_S)
+    assert limit.tokens == pytest.approx(0.4 * full, abs=1)
+    assert len(after_steps(limit, lambda tokens: 0.00001 * tokens, 40)) == 40
+    assert limit.tokens == pytest.approx(full, rel=0.1)
 
 
 def test_steps_that_used_little_of_it_change_nothing_unless_they_were_too_slow() -> None:
     limit = PromptLimit(LONGEST_S, 4096)
+    after_steps(limit, lambda tokens: 0.00001 * tokens)
     before = limit.tokens
     limit.learn(before // 2, LONGEST_S / 100)
     assert limit.tokens == before
@@ -64,9 +75,9 @@ def test_it_stays_between_a_few_tokens_and_the_budget() -> None:
     limit = PromptLimit(LONGEST_S, 4096)
     after_steps(limit, lambda tokens: 1.0)
     assert limit.tokens == LEAST_TOKENS
-    after_steps(limit, lambda tokens: 1e-9)
+    after_steps(limit, lambda tokens: 1e-9, 200)
     assert limit.tokens == 4096
-    assert PromptLimit(LONGEST_S, 40).tokens == 40
+    assert PromptLimit(LONGEST_S, 20).tokens == 20
 
 
 def counts(plan: StepPlan) -> dict[str, int]:
@@ -76,7 +87,8 @@ def counts(plan: StepPlan) -> dict[str, int]:
 def test_only_beside_answers_are_prompts_cut_to_it(make_world: MakeWorld) -> None:
     world = make_world(blocks=128, budget=64)
     limit = world.scheduler.prompt_limit = PromptLimit(LONGEST_S, 64)
-    limit.learn(64, 10.0)
+    for _ in range(3):
+        limit.learn(limit.tokens, 10.0)
     assert limit.tokens == 16
     world.add("first", list(range(100)), max_tokens=30)
     assert counts(world.step()) == {"first": 64}, "no answer goes on yet"
