@@ -74,7 +74,8 @@ def measure(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     yield Figure("engine.limit_step_ms", 1e3 * ours.kept_s, "ms", 1e3 * longest_s, ours.kept_s / longest_s)
     late = sum(each > 1.1 * longest_s for each in ours.seconds) / len(ours.seconds)
     yield Figure("engine.limit_late_share", late, "of steps, by a tenth")
-    in_time = [run.prompt_tokens_per_s for run in fixed.values() if run.kept_s <= 1.1 * longest_s]
+    as_late = max(1.1 * longest_s, ours.kept_s)
+    in_time = [run.prompt_tokens_per_s for run in fixed.values() if run.kept_s <= as_late]
     best = max(in_time, default=None)
     rate = ours.prompt_tokens_per_s
     yield Figure("engine.limit_prompt_rate", rate, "tok/s", best, rate / best if best else None)

@@ -85,7 +85,9 @@ class LocalPrompts(NamedTuple):
                 return cls(math.inf, math.inf, math.inf)
             case Disaggregation.AUTO:
                 always, predicts = spec.local_prefill_max_tokens, spec.policy is PolicyName.EXPECTED_TTFT
-                while_busy = (math.inf if bounds_steps else spec.local_prefill_busy_max_tokens) if predicts else 0
+                while_busy = spec.local_prefill_busy_max_tokens if predicts else 0
+                if bounds_steps and while_busy:
+                    while_busy = spec.max_prefill_tokens_in_flight
                 return cls(always, max(always, while_busy), math.inf if predicts else always)
 
 

@@ -41,6 +41,9 @@ class LocalPrefill:
         return prefill_s(query, decode) <= handoff_s(query, decode, query.prefill_s)
 
     def spares_decodes(self, query: PlacementQuery, decode: Candidate) -> bool:
-        if not decode.running_requests or decode.bounds_steps:
+        if not decode.running_requests:
             return self.idle_room.keep(query, decode)
-        return decode.outstanding_tokens + decode.uncached_tokens(query) <= self.busy_max_tokens
+        most = self.busy_max_tokens
+        if decode.bounds_steps and most:  # it computes a prompt slowly, so none without a limit, as an idle one does
+            most = self.idle_room.max_tokens
+        return decode.outstanding_tokens + decode.uncached_tokens(query) <= most

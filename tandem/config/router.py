@@ -102,7 +102,8 @@ class RouterSpec(Frozen):
     local_prefill_busy_max_tokens: Annotated[int, Field(ge=0)] = Field(
         256,
         description="auto: on a predicted gain, at most this many prompt tokens at a time prefill on a decode worker "
-        "that is decoding other requests. Workers with engine.longest_step_s need no such limit.",
+        "that is decoding other requests; 0: none. Workers with engine.longest_step_s take up to "
+        "max_prefill_tokens_in_flight.",
     )
     max_migrations: Annotated[int, Field(ge=0)] = Field(
         3, description="Migrations of one request after a lost worker or a failed handoff, before it fails."

@@ -146,9 +146,9 @@ class Engine:
         result = self._land(flight)
         if self.speculator is not None:
             self._learn_costs(self.speculator, flight, result.work)
-        limit, work = self._scheduler.prompt_limit, result.work
-        if limit is not None and work.prefill_tokens and work.decode_tokens:  # never launched ahead
-            limit.learn(work.prefill_tokens, flight.seconds)
+        limit, tokens = self._scheduler.prompt_limit, flight.plan.beside_answers
+        if limit is not None and tokens:  # never launched ahead
+            limit.learn(tokens, flight.seconds)
         return result
 
     def _learn_costs(self, speculator: Speculator, flight: Flight, work: StepWork) -> None:

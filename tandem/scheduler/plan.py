@@ -66,13 +66,15 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per to
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """`copies` are made first. `failed`: requests removed because they can never get the blocks they need, or cannot
-    be computed. `began`: requests whose first prompt chunk is computed."""
+    be computed. `began`: requests whose first prompt chunk is computed. `beside_answers`: tokens of prompts that were
+    limited because answers go on."""
 
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]
     failed: tuple[tuple[str, TandemError], ...] = ()
     began: tuple[str, ...] = ()
     copies: BlockCopies | None = None
+    beside_answers: int = 0
 
 
 def shared_tokens(sequence: Sequence, chunk: Chunk, block_tokens: int) -> int:

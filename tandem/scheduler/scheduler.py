@@ -275,7 +275,8 @@ class Scheduler:
         self._short_of_blocks = False
         chunks: list[Chunk] = []
         running = [sequence for sequence in self._running if not sequence.is_awaiting_mask] or self._running
-        budget = self._budget(running)
+        is_limited = self.prompt_limit is not None and any(each.is_answering for each in self._running)
+        budget = whole = self._budget(running, is_limited=is_limited)
         for sequence in sorted(running, key=_priority):
             count = min(sequence.pending_tokens, budget)
             if (
@@ -290,8 +291,11 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
+        prompt_tokens = sum(chunk.count for chunk in chunks if not chunk.sequence.is_answering)
+        beside_answers = prompt_tokens if is_limited else 0
         if self.speculator is not None and not self._short_of_blocks and not self.speculator.rests():
-            chunks = with_proposals(chunks, self.speculator, self._proposal_room())
+            room = self._proposal_room(whole if beside_answers else self.max_step_tokens)
+            chunks = with_proposals(chunks, self.speculator, room)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
             try:
@@ -307,14 +311,15 @@ class Scheduler:
             self._unblock()
         failed, self._failed = tuple(self._failed), []
         began, self._began = tuple(self._began), []
-        return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
+        copies = self.pool.take_copies()
+        return StepPlan(tuple(chunks), tuple(exports), failed, began, copies, beside_answers)
 
-    def _budget(self, running: list[Sequence]) -> int:
-        """Tokens of the next step: with the limit, of its answers and of as many prompt tokens as may go with them."""
-        decoding = sum(sequence.pending_tokens == 1 for sequence in running) if self.prompt_limit is not None else 0
-        if self.prompt_limit is None or not decoding:
+    def _budget(self, running: list[Sequence], *, is_limited: bool) -> int:
+        """Tokens of the next step; if it is limited, of its answers and of as many prompt tokens as may go with them."""
+        if self.prompt_limit is None or not is_limited:
             return self.max_step_tokens
-        return min(self.max_step_tokens, decoding + self.prompt_limit.tokens)
+        answers = sum(sequence.is_answering for sequence in running)
+        return min(self.max_step_tokens, answers + self.prompt_limit.tokens)
 
     def continues(self, plan: StepPlan) -> bool:
         """Whether the step after `plan` certainly has the same requests in the same order, with one token each, if none
@@ -366,9 +371,9 @@ class Scheduler:
         self.pool.release(sequence.blocks[needed:], sequence.hold)
         del sequence.blocks[needed:]
 
-    def _proposal_room(self) -> ProposalRoom:
+    def _proposal_room(self, step_tokens: int) -> ProposalRoom:
         return ProposalRoom(
-            self.pool, self.block_tokens, self.max_step_tokens, self.max_model_tokens, running=len(self._running)
+            self.pool, self.block_tokens, step_tokens, self.max_model_tokens, running=len(self._running)
         )
 
     def _find_room(self, sequence: Sequence, count: int) -> int:

@@ -99,6 +99,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def is_answering(self) -> bool:
+        """Whether it needs one more token of its answer, and nothing before it."""
+        return self.generated > 0 and self.pending_tokens == 1
+
+    @property
     def is_awaiting_mask(self) -> bool:
         """Whether its next token could not be chosen, however long the step takes."""
         return self.grammar is not None and self.grammar.is_awaited(self.tokens)

@@ -133,7 +133,8 @@ def test_a_better_split_is_reached_over_a_worse_one() -> None:
 
 def test_which_prompts_may_stay_on_a_decode_worker_is_what_the_router_is_told() -> None:
     assert LocalPrompts.of(RouterSpec()) == (32, 256, math.inf)
-    assert LocalPrompts.of(RouterSpec(), bounds_steps=True) == (32, math.inf, math.inf)
+    assert LocalPrompts.of(RouterSpec(), bounds_steps=True) == (32, RouterSpec().max_prefill_tokens_in_flight, math.inf)
+    assert LocalPrompts.of(RouterSpec(local_prefill_busy_max_tokens=0), bounds_steps=True) == (32, 32, math.inf)
     assert LocalPrompts.of(RouterSpec(policy=PolicyName.RANDOM)) == (32, 32, 32)  # it predicts nothing
     assert LocalPrompts.of(RouterSpec(local_prefill_busy_max_tokens=0)) == (32, 32, math.inf)
 

@@ -96,3 +96,10 @@ def test_a_charge_of_an_earlier_listing_is_not_taken_off_another_account() -> No
     account.prefilled(old)
     account.remove(old)
     assert account == Account()
+
+
+def test_a_candidate_says_that_its_steps_are_bounded() -> None:
+    plain = worker()
+    assert not plain.candidate(0).bounds_steps
+    plain.link.info.bounds_steps = True
+    assert plain.candidate(0).bounds_steps

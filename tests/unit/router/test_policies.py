@@ -118,6 +118,8 @@ BUSY = [worker("p", outstanding=900)]
          PlacementReason.HANDOFF_SPARES_DECODES),
         (AUTO, "expected_ttft", 80, bounded("d", running=9, outstanding=121), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 700, bounded("d", running=9), BUSY, PlacementReason.LOCAL_SOONER),
+        (AUTO, "expected_ttft", 1200, bounded("d", running=9, cached=199),
+         [structs.replace(worker("p", outstanding=2000), dispatched_tokens=0)], PlacementReason.HANDOFF_SPARES_DECODES),
         (AUTO, "expected_ttft", 90, worker("d", outstanding=120), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 700, worker("d"), BUSY, PlacementReason.LOCAL_SOONER),
         (AUTO, "expected_ttft", 210, worker("d", pace=SLOW), BUSY, PlacementReason.LOCAL_PREFILL_FULL),
