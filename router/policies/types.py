@@ -42,7 +42,7 @@ class Candidate(msgspec.Struct, frozen=True):
     reaches: frozenset[WorkerEpoch] | None = None  # workers it has good links to; None: not reported
     pace: Pace = START_PACE
     transfer_to: Mapping[WorkerEpoch, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
-    bounds_steps: bool = False  # however many prompts it has, its answers go on in time (engine.longest_step_s)
+    bounds_steps: bool = False  # prompts hardly delay its answers (engine.longest_step_s)
 
     @property
     def worker_epoch(self) -> WorkerEpoch:

@@ -187,7 +187,7 @@ class WorkerInfo(_message.Message):
     """newest and oldest supported version of the Worker service's protocol; 0: version 3"""
     oldest_protocol: _builtins.int
     bounds_steps: _builtins.bool
-    """engine.longest_step_s is set: prompts delay its answers no longer than that"""
+    """engine.longest_step_s is set, at which steps with prompts and answers aim"""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
