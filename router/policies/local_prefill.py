@@ -44,6 +44,8 @@ class LocalPrefill:
         if not decode.running_requests:
             return self.idle_room.keep(query, decode)
         most = self.busy_max_tokens
-        if decode.bounds_steps and most:  # it computes a prompt slowly, so none without a limit, as an idle one does
+        if decode.bounds_steps and most:
             most = self.idle_room.max_tokens
+            if not decode.outstanding_tokens:  # one prompt of any length, from any router: it goes on slowly
+                return True
         return decode.outstanding_tokens + decode.uncached_tokens(query) <= most
