@@ -315,7 +315,7 @@ class Scheduler:
         return StepPlan(tuple(chunks), tuple(exports), failed, began, copies, beside_answers)
 
     def _budget(self, running: list[Sequence], *, is_limited: bool) -> int:
-        """Tokens of the next step; if it is limited, of its answers and of as many prompt tokens as may go with them."""
+        """Tokens of the next step; if it is limited, of its answers and as many prompt tokens as may go with them."""
         if self.prompt_limit is None or not is_limited:
             return self.max_step_tokens
         answers = sum(sequence.is_answering for sequence in running)
