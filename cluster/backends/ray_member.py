@@ -143,7 +143,7 @@ class RayMember:
         except RayActorError:
             pass  # its processes died with it
         except (RayError, TimeoutError) as error:
-            log.warning("%s may not have stopped: %s", self.name, error or type(error).__name__)
+            log.warning("%s may not have stopped: %s", self.name, str(error) or type(error).__name__)
 
     def kill(self) -> None:
         """Kills the actor and with it the processes. Asks the GCS, and blocks."""
