@@ -36,8 +36,8 @@ class DigestKeys:
         self._rows = self._stream(_ROWS, 1024)
 
     def rows(self, count: int) -> Tensor:
-        """At least `count` numbers of the stream of rows. Whoever launches a kernel on them keeps the tensor: a later
-        call may replace it."""
+        """At least `count` numbers of the stream of rows. A later call may replace the tensor, so keep it while a
+        kernel reads it."""
         if len(self._rows) < count:
             self._rows = self._stream(_ROWS, 1 << (count - 1).bit_length())
         return self._rows

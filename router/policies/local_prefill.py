@@ -43,9 +43,7 @@ class LocalPrefill:
     def spares_decodes(self, query: PlacementQuery, decode: Candidate) -> bool:
         if not decode.running_requests:
             return self.idle_room.keep(query, decode)
-        most = self.busy_max_tokens
-        if decode.bounds_steps and most:
-            most = self.idle_room.max_tokens
-            if not decode.outstanding_tokens:  # one prompt of any length, from any router: it goes on slowly
-                return True
-        return decode.outstanding_tokens + decode.uncached_tokens(query) <= most
+        tokens = decode.outstanding_tokens + decode.uncached_tokens(query)
+        if decode.bounds_steps and self.busy_max_tokens:  # a first prompt, of all routers', may be of any length
+            return not decode.outstanding_tokens or tokens <= self.idle_room.max_tokens
+        return tokens <= self.busy_max_tokens

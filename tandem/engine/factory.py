@@ -16,6 +16,7 @@ from tandem.engine.api import KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.device.sampler import DrawRows
 from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
 from tandem.engine.drafts.choose import Target, choose_drafts
@@ -139,9 +140,7 @@ def build_rank(
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
     drafts = choose_drafts(spec, Target(model_dir, model, matrix, kernels, paged, max_model_tokens))
-    draw_rows = choose_draw_rows(device, config.vocab_size)
-    if group is not None and not group.least(int(draw_rows is not None)):
-        draw_rows = None  # ranks draw alike
+    draw_rows = _draw_rows_of_all(group, device, config.vocab_size)
     runner_of = partial(
         ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged, draw_rows=draw_rows
     )
@@ -186,6 +185,12 @@ def build_rank(
             Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
         )
     return Rank(config, model, layout, pool, max_model_tokens, runner, group, leader)
+
+
+def _draw_rows_of_all(group: TpGroup | None, device: torch.device, vocab: int) -> DrawRows | None:
+    """Ranks must draw alike, so Triton draws only if it can on each."""
+    chosen = choose_draw_rows(device, vocab)
+    return chosen if group is None or group.least(int(chosen is not None)) else None
 
 
 def _run_largest(

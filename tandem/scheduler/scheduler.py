@@ -291,8 +291,7 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
-        prompt_tokens = sum(chunk.count for chunk in chunks if not chunk.sequence.is_answering)
-        beside_answers = prompt_tokens if is_limited else 0
+        beside_answers = sum(chunk.count for chunk in chunks if not chunk.sequence.is_answering) if is_limited else 0
         if self.speculator is not None and not self._short_of_blocks and not self.speculator.rests():
             room = self._proposal_room(whole if beside_answers else self.max_step_tokens)
             chunks = with_proposals(chunks, self.speculator, room)

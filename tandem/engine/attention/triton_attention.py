@@ -181,6 +181,17 @@ def _of(values, number, chosen):  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(number == chosen, values, 0), 0)
 
 
+@triton.jit
+def _with_tile(scores, v, best, total, summed):  # type: ignore[no-untyped-def]
+    """The largest scores, sums of weights and weighted values of rows, with those of a tile of keys."""
+    better = tl.maximum(best, tl.max(scores, 1))
+    held = tl.where(better == float("-inf"), 0.0, better)  # a row without visible keys so far
+    weights = tl.exp2(scores - held[:, None])
+    kept = tl.exp2(best - held)
+    total = total * kept + tl.sum(weights, 1)
+    return better, total, summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+
+
 # Excluded are numbers that change with every step: Triton would compile variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["sequences", "table_stride"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
@@ -232,7 +243,7 @@ def _attend(  # type: ignore[no-untyped-def]
     summed = tl.zeros([rows, dims_padded], tl.float32)
     table = tables + sequence * table_stride
     at_head = kv_head * kv_head_stride
-    # Every query sees the tiles before `mixed`, so they need no mask, and finite scores. With a window, few are such.
+    # Every query sees the tiles before `mixed`, so they need no mask. With a window, few are such.
     mixed = start
     if left < 0:
         all_see = tl.minimum(length - queries + first + 1, end)
@@ -247,12 +258,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 k = tl.load(keys + cell[:, None] + dim[None, :], mask=(dim < dims)[None, :], other=0.0).to(q.dtype)
                 v = tl.load(values + cell[:, None] + dim[None, :], mask=(dim < dims)[None, :], other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            better = tl.maximum(best, tl.max(scores, 1))
-            weights = tl.exp2(scores - better[:, None])
-            kept = tl.exp2(best - better)
-            total = total * kept + tl.sum(weights, 1)
-            summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            best = better
+            best, total, summed = _with_tile(scores, v, best, total, summed)
     for at in range(mixed, end, tile):
         key = at + tl.arange(0, tile)
         there = (key < end) & (key >= lowest)
@@ -267,13 +273,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if left >= 0:
             seen = seen & (back <= left)
         scores = tl.where(seen, scores, float("-inf"))
-        better = tl.maximum(best, tl.max(scores, 1))
-        held = tl.where(better == float("-inf"), 0.0, better)  # a row without visible keys so far
-        weights = tl.exp2(scores - held[:, None])
-        kept = tl.exp2(best - held)
-        total = total * kept + tl.sum(weights, 1)
-        summed = summed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = better
+        best, total, summed = _with_tile(scores, v, best, total, summed)
 
     inside = known[:, None] & (dim < dims)[None, :]
     if splits == 1:

@@ -129,7 +129,7 @@ class StuckTransports(Transports):
 
 
 class Unused:
-    """Of pieces that nobody sends."""
+    """A copier for links on which no piece is sent."""
 
     def launch(self, read: Place, write: Place | None, keys: DigestKeys | None) -> Launch:
         raise NotImplementedError
@@ -154,7 +154,7 @@ def rank_of(worker: str, path: Path, *, on_device: bool = False) -> LocalRank:
 
 
 def ignore(report: LinkReport) -> None:
-    """Nobody asks."""
+    """These tests need no report."""
 
 
 @asynccontextmanager
