@@ -104,25 +104,34 @@ def _ended(node: Node) -> str:
 
 
 class Probe:
-    """Asks the GCS each second whether it and the raylet live. `silence`: which of them does not answer."""
+    """Asks the GCS each second whether it and the raylet live. In a thread: a call to a frozen GCS takes minutes."""
 
     def __init__(self, gcs_address: str) -> None:
-        self.silence = ""
         self._gcs_address = gcs_address
+        self._answered_s = time.monotonic()
+        self._error = "no answer"
+        self._is_raylet_dead = False
         threading.Thread(target=self._run, daemon=True, name="probe").start()
 
+    def silence(self) -> str:
+        """Which part does not answer; empty: all do."""
+        if self._is_raylet_dead:
+            return "Ray's raylet no longer answers"
+        if time.monotonic() - self._answered_s > SILENT_S:
+            return f"Ray's gcs_server has not answered for {SILENT_S:g} s ({self._error})"
+        return ""
+
     def _run(self) -> None:
-        client, answered_s = GcsClient(address=self._gcs_address), time.monotonic()
-        while not self.silence:
+        client = None
+        while not self._is_raylet_dead:
             time.sleep(PROBE_S)
             try:
+                client = client or GcsClient(address=self._gcs_address)
                 nodes = client.get_all_node_info(timeout=PROBE_S)
-                answered_s = time.monotonic()
-                if any(node.state == GcsNodeInfo.DEAD for node in nodes.values()):
-                    self.silence = "Ray's raylet no longer answers"
+                self._answered_s = time.monotonic()
+                self._is_raylet_dead = any(node.state == GcsNodeInfo.DEAD for node in nodes.values())
             except Exception as error:  # its client raises more than RayError
-                if time.monotonic() - answered_s > SILENT_S:
-                    self.silence = f"Ray's gcs_server has not answered for {SILENT_S:g} s ({type(error).__name__})"
+                self._error = type(error).__name__
 
 
 def main() -> int:
@@ -139,7 +148,7 @@ def main() -> int:
     try:
         replace_file(options.folder / ADDRESS_FILE, node.gcs_address.encode(), is_durable=False)
         probe = Probe(node.gcs_address)
-        while not (reason := _ended(node) or probe.silence):
+        while not (reason := _ended(node) or probe.silence()):
             time.sleep(POLL_S)
             reap(node, orphans)
         print(reason, file=sys.stderr)

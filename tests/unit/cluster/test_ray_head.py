@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -50,3 +51,22 @@ def test_a_part_that_is_frozen_is_named_and_everything_ends(folder: Path, part: 
             head.kill()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert command_lines(alive) == []
+
+
+ASK = """
+import os, sys, time
+from cluster.backends.ray_head import Probe
+
+probe, started_s = Probe(sys.argv[1]), time.monotonic()
+while not probe.silence() and time.monotonic() - started_s < 20:
+    time.sleep(0.1)
+print(probe.silence(), flush=True)
+os._exit(0)  # the client of Ray waits for minutes
+"""
+
+
+def test_a_gcs_that_is_frozen_before_its_first_answer_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        asked = subprocess.run([sys.executable, "-c", ASK, address], capture_output=True, text=True, timeout=60)
+    assert asked.stdout.startswith("Ray's gcs_server has not answered for 6 s"), asked.stderr
