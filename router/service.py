@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+from msgspec import structs
+
 from router.admission.parse_threads import PARSER_THREADS, ParseThreads
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
@@ -275,7 +277,7 @@ def fit_logprobs(requests: Sequence[ValidRequest], raws: Sequence[RawRequest], c
 def _lowered(request: ValidRequest, max_tokens: int) -> ValidRequest:
     if request.sampling.logprobs is None or request.sampling.max_tokens <= max_tokens:
         return request
-    return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
+    return structs.replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
 
 def max_logprobs(request: ValidRequest) -> int:
@@ -321,4 +323,4 @@ def _authenticated_tenant(terms: RequestTerms | None) -> str:
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:
     sampling = replace(request.sampling, seed=(request.sampling.seed + number) % 2**64)
-    return replace(request, request_id=request_id, sampling=sampling)
+    return structs.replace(request, request_id=request_id, sampling=sampling)

@@ -154,6 +154,8 @@ class FairTurns(Generic[Entry]):
 
     def tokens_ahead(self, priority: str, tenant: str) -> float:
         """Prompt tokens of the waiting entries whose turn comes before that of a new entry."""
+        if not self._count:
+            return 0.0
         each = self._classes[priority]
         queued = {name: queue.tokens for name, queue in each.tenants.items()}
         weights = dict.fromkeys(queued, 1.0)

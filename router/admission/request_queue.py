@@ -221,25 +221,26 @@ class RequestQueue(Generic[Item]):
 
     def _check_ttft(self, line: ModelQueue[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
         spec = self._classes[terms.priority]
-        limits_s: list[tuple[float, Refusal, str]] = []
+        limits_s: list[tuple[float, Refusal]] = []
         if terms.deadline_s is not None:
             left_s = terms.deadline_s - now_s
-            limits_s.append((left_s, Refusal.DEADLINE, f"{left_s:.3g} s (its deadline)"))
+            limits_s.append((left_s, Refusal.DEADLINE))
             if left_s <= 0:
                 self.refusals[spec.name, Refusal.DEADLINE] += 1
                 raise DeadlineExceeded("the deadline of the request passed before it was queued")
         if spec.ttft_slo_s is not None:
-            slo_s = SLO_SHARE * spec.ttft_slo_s
-            wanted = f"{slo_s:.3g} s ({SLO_SHARE:.0%} of ttft_slo_s of class {spec.name!r})"
-            limits_s.append((slo_s, Refusal.SLO, wanted))
+            limits_s.append((SLO_SHARE * spec.ttft_slo_s, Refusal.SLO))
         predicted_s = line.predicted_ttft_s(spec, terms.tenant, tokens) if limits_s else None
         if predicted_s is None:
             return
-        limit_s, refusal, wanted = min(limits_s)
+        limit_s, refusal = min(limits_s)
         if predicted_s > limit_s:
             self.refusals[spec.name, refusal] += 1
+            slo = f"{SLO_SHARE:.0%} of ttft_slo_s of class {spec.name!r}"
+            reason = "its deadline" if refusal is Refusal.DEADLINE else slo
             raise OverloadedError(
-                f"expected a first token within {wanted}; predicted {predicted_s:.3g} s behind the queued requests; "
+                f"expected a first token within {limit_s:.3g} s ({reason}); "
+                f"predicted {predicted_s:.3g} s behind the queued requests; "
                 "retry later",
                 retry_after_s=min(max(SHORTEST_RETRY_S, predicted_s - limit_s), LONGEST_RETRY_S),
             )

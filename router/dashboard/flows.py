@@ -56,8 +56,10 @@ class Flows:
 
     def _of(self, pair: WorkerPair) -> Flow:
         """The flow of a pair. A new one replaces the least recently used if there are MAX_PAIRS."""
-        flow = self._flows.setdefault(pair, Flow())
-        self._flows.move_to_end(pair)
-        if len(self._flows) > MAX_PAIRS:
+        if (flow := self._flows.get(pair)) is not None:
+            self._flows.move_to_end(pair)
+            return flow
+        if len(self._flows) == MAX_PAIRS:
             self._flows.popitem(last=False)
+        flow = self._flows[pair] = Flow()
         return flow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from itertools import chain
@@ -23,6 +24,8 @@ from router.edge.openai.answer_format import AnswerFormat
 from router.edge.write_pauses import WritePauses, for_each_in_turns
 from router.requests.answers import Answers, Arrival
 from tandem.errors import TandemError
+
+TIMER_S = 0.001  # how exact the event loop's timers are
 
 
 class Connection(Protocol):
@@ -47,26 +50,44 @@ class Connection(Protocol):
 
 
 class WriteBatcher:
-    """Flushes all streams that have something to write, one after the other, with the router's pauses in between."""
+    """Flushes the streams that have something to write, one after the other. While the router is busy, each waits for a
+    pause of its own, so that no flush is of all streams at once: new requests would wait for it."""
 
     def __init__(self, pauses: WritePauses | None = None) -> None:
         self._pauses = pauses or WritePauses()
         self._due: list[_StreamWriter] = []
+        self._paused: deque[tuple[float, _StreamWriter]] = deque()  # with the ends of their pauses
 
     def add(self, writer: _StreamWriter) -> None:
         """`writer` has something to write."""
+        loop = asyncio.get_running_loop()
+        if self._pauses.pause_s and not self._paused:
+            self._pauses.measure()  # perhaps all streams were idle since the last time
+        if (pause_s := self._pauses.pause_s) > 0:
+            if not self._paused:
+                loop.call_later(pause_s, self._end_pauses)
+            self._paused.append((loop.time() + pause_s, writer))
+            return
         if not self._due:
-            loop = asyncio.get_running_loop()
-            if (left_s := self._pauses.left_s) > 0:
-                loop.call_later(left_s, self._flush)
-            else:
-                loop.call_soon(self._flush)
+            loop.call_soon(self._flush)
         self._due.append(writer)
+
+    def _end_pauses(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s, due = loop.time() + TIMER_S, []
+        while self._paused and self._paused[0][0] <= now_s:
+            due.append(self._paused.popleft()[1])
+        if self._paused:
+            loop.call_later(self._paused[0][0] - now_s + TIMER_S, self._end_pauses)
+        self._write(due)
 
     def _flush(self) -> None:
         due, self._due = self._due, []
+        self._write(due)
+
+    def _write(self, due: list[_StreamWriter]) -> None:
         for_each_in_turns(due, _StreamWriter.flush)
-        self._pauses.wrote()
+        self._pauses.measure()
 
 
 class SseResponse(Response):

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 Stream = TypeVar("Stream")
 LOAD_INTERVAL_S = 0.25  # how often the load is measured; a shorter peak is no reason to delay tokens
-BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
-CALM_SHARE = 0.6  # below this, it has caught up, and needs no pauses
-PAUSE_S = 0.025  # the first pause between two writes, and by how much it changes at each measurement
+FULL_SHARE = 0.95  # of the time: beyond this, it falls behind unless it writes still less often
+BUSY_SHARE = 0.85  # beyond this, no core is left to catch up with
+CALM_SHARE = 0.7  # below this, it has caught up, and needs no pauses
+PAUSE_S = 0.025  # the first pause, and by how much it changes at each measurement
 MAX_PAUSE_S = 0.075
 AT_ONCE = 16  # streams; then other events have their turn, such as new requests and their first tokens
 
@@ -25,29 +26,26 @@ class WritePauses:
     def __init__(
         self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time
     ) -> None:
-        self.pause_s = 0.0  # between two writes of a stream
+        self.pause_s = 0.0  # from a stream's next token to the write that carries it and those after it
         self._now_s = now_s
         self._busy_s = busy_s
         self._measured_s, self._busy_then_s = now_s(), busy_s()
-        self._written_s = 0.0
         self._paused: list[asyncio.Future[None]] = []  # until the end of the pause under way
 
-    def wrote(self) -> None:
-        """Call after each write, of any stream."""
-        now_s = self._written_s = self._now_s()
+    def measure(self) -> None:
+        """Of the load, if it is time. Call with each write, of any stream."""
+        now_s = self._now_s()
         if (passed_s := now_s - self._measured_s) >= LOAD_INTERVAL_S:
             busy_s = self._busy_s()
             share = (busy_s - self._busy_then_s) / passed_s
             self._measured_s, self._busy_then_s = now_s, busy_s
-            if share >= BUSY_SHARE:
-                self.pause_s = min(MAX_PAUSE_S, self.pause_s + PAUSE_S)
+            longest_s = MAX_PAUSE_S if share >= FULL_SHARE else PAUSE_S if share >= BUSY_SHARE else 0.0
+            if share < CALM_SHARE:
+                self.pause_s = 0.0
+            elif self.pause_s > longest_s:
+                self.pause_s = max(longest_s, self.pause_s - PAUSE_S)
             else:
-                self.pause_s = max(0.0, self.pause_s - PAUSE_S) if share >= CALM_SHARE else 0.0
-
-    @property
-    def left_s(self) -> float:
-        """Of the pause after the last write of any stream."""
-        return max(0.0, self._written_s + self.pause_s - self._now_s()) if self.pause_s else 0.0
+                self.pause_s = min(longest_s, self.pause_s + PAUSE_S)
 
     async def pause(self) -> None:
         """Returns when the next pause ends, for all streams together: their writes then cost less than one by one."""

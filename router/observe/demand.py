@@ -77,7 +77,9 @@ class DemandMeter:
         return trace_pb2.RouterDemand(models=self._models.values(), life=self._epoch)
 
     def _of(self, model: str) -> trace_pb2.ModelDemand:
-        return self._models.setdefault(model, trace_pb2.ModelDemand(model=model))
+        if (found := self._models.get(model)) is None:
+            found = self._models[model] = trace_pb2.ModelDemand(model=model)
+        return found
 
 
 def _mean(paces: Sequence[Pace]) -> trace_pb2.Pace:

@@ -45,7 +45,10 @@ class StatisticsMeter:
             _add(stats.fail, now_s - run.received_s)
 
     def _counted(self, run: RequestRun) -> oip.ModelStatistics:
-        return self._models.setdefault(run.request.model, oip.ModelStatistics())
+        model = run.request.model
+        if (found := self._models.get(model)) is None:
+            found = self._models[model] = oip.ModelStatistics()
+        return found
 
 
 def _add(total: oip.StatisticDuration, duration_s: float) -> None:

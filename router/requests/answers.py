@@ -37,7 +37,7 @@ class AnswerReader:
         self.is_plain = reading is None
         self.has_calls = False  # a whole one was found
         self._parser = None if reading is None else reading.parser()
-        self._custom = frozenset[str]() if reading is None else reading.custom
+        self._custom: frozenset[str] = frozenset() if reading is None else reading.custom
         self._decoder: InputDecoder | None = None  # of the call that is open, if its tool is a custom one
         self._answer_id = answer_id
 
@@ -168,11 +168,16 @@ class Answers:
 
     async def next(self) -> list[Arrival]:
         """Waits for output: at least one arrival. Call it only before `ended`. Raises as `take`."""
-        wake = asyncio.Event()
-        self.wake_with(wake.set)
+        changed: asyncio.Future[None] | None = None
+
+        def wake() -> None:
+            if changed is not None and not changed.done():
+                changed.set_result(None)
+
+        self.wake_with(wake)
         while not (arrivals := self.take()):
-            wake.clear()
-            await wake.wait()
+            changed = asyncio.get_running_loop().create_future()
+            await changed
         return arrivals
 
     async def collect(self) -> list[WholeAnswer]:

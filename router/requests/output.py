@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -47,8 +46,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):  # in recordings w
     rejected_prediction_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(msgspec.Struct, frozen=True):
     """The time a request spent in each phase. See tandem.v1.Timeline."""
 
     queue_s: float
@@ -65,8 +63,7 @@ class Timeline:
     decode_worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
+class Final(msgspec.Struct, frozen=True):
     reason: FinishReason
     usage: Usage
     timeline: Timeline

@@ -51,7 +51,7 @@ class Detokenizer:
         self._decoder = decoder
         self._ids = list(prompt[-PROMPT_TAIL_TOKENS:])
         self._shown = len(self._ids)  # tokens whose text was returned
-        self._shown_text = self._text(len(self._ids))
+        self._shown_text: str | None = None  # None: not decoded, as mostly nothing needs it
 
     def push(self, token_id: int) -> str:
         """Returns the characters that `token_id` completes; may be empty."""
@@ -79,7 +79,8 @@ class Detokenizer:
         return ""
 
     def _show(self, end: int, text: str) -> str:
-        new = text[len(self._shown_text) :]
+        shown = self._text(self._shown) if self._shown_text is None else self._shown_text
+        new = text[len(shown) :]
         # The tokens just returned become the context of the next.
         self._ids = self._ids[self._shown :] if end > self._shown else self._ids
         self._shown = end - self._shown if end > self._shown else self._shown
