@@ -62,7 +62,7 @@ class WriteBatcher:
         """`writer` has something to write."""
         loop = asyncio.get_running_loop()
         if self._pauses.pause_s and not self._paused:
-            self._pauses.measure()  # perhaps all streams were idle since the last time
+            self._pauses.measure(0)  # perhaps all streams were idle since the last time
         if (pause_s := self._pauses.pause_s) > 0:
             if not self._paused:
                 loop.call_later(pause_s, self._end_pauses)
@@ -87,7 +87,7 @@ class WriteBatcher:
 
     def _write(self, due: list[_StreamWriter]) -> None:
         for_each_in_turns(due, _StreamWriter.flush)
-        self._pauses.measure()
+        self._pauses.measure(len(due))
 
 
 class SseResponse(Response):

@@ -14,7 +14,7 @@ from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.openai.request_schema import UsageEvents
 from router.edge.sse import SseResponse, WriteBatcher
-from router.edge.write_pauses import LOAD_INTERVAL_S, PAUSE_S, WritePauses
+from router.edge.write_pauses import FEW_WRITES_PER_S, LOAD_INTERVAL_S, PAUSE_S, WritePauses
 from router.requests.answers import AnswerReader, Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.testing.stub_worker import until
@@ -22,6 +22,7 @@ from tandem.errors import RequestCancelled, WorkerLost
 from tandem.request import FinishReason
 
 LONG_PAUSE_S = 0.3  # what a test does at its start happens before its end, on a slow machine too
+MANY = int(FEW_WRITES_PER_S * LOAD_INTERVAL_S)  # writes
 
 
 class Reader:
@@ -147,9 +148,20 @@ def test_pauses_grow_while_the_router_is_busy_and_shrink_when_it_has_caught_up()
     pauses = WritePauses(lambda: now_s, lambda: busy_s)
     for share in (0.8, 0.9, 0.9, 0.98, 0.98, 0.98, 0.9, 0.9, 0.9, 0.8, 0.9, 0.6, 0.1, 0.9):
         now_s, busy_s = now_s + LOAD_INTERVAL_S, busy_s + share * LOAD_INTERVAL_S
-        pauses.measure()
+        pauses.measure(MANY)
         found.append(round(pauses.pause_s / PAUSE_S))
     assert found == [0, 1, 1, 2, 3, 3, 2, 1, 1, 0, 1, 0, 0, 1]
+
+
+def test_few_writes_are_never_paused() -> None:
+    now_s = 0.0
+    pauses = WritePauses(lambda: now_s, lambda: now_s)  # busy all the time
+    found = []
+    for writes in (MANY, MANY, MANY // 2, MANY):
+        now_s += LOAD_INTERVAL_S
+        pauses.measure(writes)
+        found.append(round(pauses.pause_s / PAUSE_S))
+    assert found == [1, 2, 0, 1]
 
 
 async def test_all_streams_go_on_at_the_end_of_one_pause() -> None:
@@ -168,6 +180,7 @@ async def test_all_streams_go_on_at_the_end_of_one_pause() -> None:
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(write_pauses, name, LONG_PAUSE_S)
+    monkeypatch.setattr(write_pauses, "FEW_WRITES_PER_S", 0)
     now_s, busy_s = 0.0, 0.0
     stream = Stream(WriteBatcher(WritePauses(lambda: now_s, lambda: busy_s)))
     await stream.begin("a")
