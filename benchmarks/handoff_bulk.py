@@ -19,7 +19,8 @@ from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
 from kvtransfer.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeKv, FakeModel, FakeWorker
 from tandem.config.transfer import TransportKind
 
 RUN_BLOCKS = 16  # contiguous blocks; the runs are in random order, as in a pool after some use

@@ -17,7 +17,7 @@ from benchmarks.handoff_bulk import Bulk, pair_of
 from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 from benchmarks.handoff_workers import RANK_MODULE, exposed_of
 from cluster.testing.live import live_pair
-from kvtransfer.testing.handoff import FakeWorker
+from kvtransfer.testing.worker import FakeWorker
 from tandem.config.engine import EngineSpec
 from tandem.kvcache.layout import blocks_for
 

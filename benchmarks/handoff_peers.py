@@ -13,8 +13,9 @@ from pathlib import Path
 from benchmarks.handoff_bulk import TIMEOUT_S, resident_mb
 from benchmarks.handoff_figures import Figure, HandoffSizes
 from kvtransfer.control import LinkReport, Received, Sent
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.many_agents import start_host
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 
 MODEL = FakeModel(layers=8, kv_heads=8, block_tokens=16, head_dim=64, dtype="bfloat16")
 TOKENS = 128  # 2 MiB of KV

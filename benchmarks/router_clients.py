@@ -56,16 +56,21 @@ class RawHttpClient:
         sent = json.dumps(body).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         raw = f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent
-        if self._idle:
-            connection = self._idle.pop()
-        else:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_HttpConnection, "127.0.0.1", self._port)
+        connection = await self._connection()
         times = await connection.ask(raw)
         if len(times.tokens_s) != self._answer_tokens:
             raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
         self._idle.append(connection)
         return times
+
+    async def _connection(self) -> _HttpConnection:
+        """An open one: the router closes those that were idle for 5 s."""
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_HttpConnection, "127.0.0.1", self._port)
+        return connection
 
     async def close(self) -> None:
         for connection in self._idle:
@@ -84,6 +89,10 @@ class _HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
 
     def ask(self, raw: bytes) -> asyncio.Future[TokenTimes]:
         if self._transport is None:

@@ -32,7 +32,8 @@ from cluster.keeper.keeper import Keeper
 from cluster.spec.resolve import resolve, with_free_ports
 from kvtransfer.connection.handshake import Welcome
 from kvtransfer.control import CloseReceive, CloseSend, ReceiveClosed, Received, SendClosed, Sent, SetPeers
-from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeRank, FakeWorker
 from tandem.config.spec import ClusterSpec
 from tandem.rpc.channel import encode
 from tandem.testing.models import random_prompt, write_tiny_llama

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.causes import HandoffCause
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.leader import FakeLeader, LeaderTicket, TransferSide
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 
 RESTART_DELAY_S = 0.2  # as for the supervisor
 

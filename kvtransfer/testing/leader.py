@@ -22,7 +22,7 @@ from kvtransfer.control import (
     Sent,
     TakeCensus,
 )
-from kvtransfer.testing.handoff import FakeRank, FakeWorker
+from kvtransfer.testing.worker import FakeRank, FakeWorker
 
 PATTERN = 0xEE
 SETTLE_S = 15.0

@@ -24,7 +24,8 @@ from kvtransfer.pool.device_pool import DevicePool
 from kvtransfer.pool.piece_copier import AnyCopier
 from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.pool.pools import make_host_staging
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.testing.models import FaultSettings
 from tests.gpu.conftest import DEVICE, NEEDS_CUDA, NEEDS_TWO

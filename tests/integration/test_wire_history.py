@@ -31,7 +31,7 @@ from kvtransfer.connection.handshake import Welcome
 from kvtransfer.control import OpenReceive, Received
 from kvtransfer.session.piece import HEADER_BYTES, FrameType, Header
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker
+from kvtransfer.testing.worker import FakeKv, FakeModel, FakeWorker
 from router.testing.stub_worker import until
 from router.workers.directory import DirectoryFollower
 from router.workers.link import WorkerLink

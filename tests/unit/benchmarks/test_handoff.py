@@ -12,7 +12,7 @@ import pytest
 from benchmarks.handoff_bulk import Bulk
 from kvtransfer.control import Received
 from kvtransfer.stages import ReceiveStages
-from kvtransfer.testing.handoff import FakeModel, FakeWorker
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from tandem.config.transfer import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}

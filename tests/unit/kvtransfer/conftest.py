@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.testing.cluster import FakeCluster
-from kvtransfer.testing.handoff import FakeModel, FakeWorker
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 
 MakeWorker = Callable[..., FakeWorker]
 

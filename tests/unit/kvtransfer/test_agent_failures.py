@@ -31,7 +31,8 @@ from kvtransfer.control import (
     SetPeers,
 )
 from kvtransfer.testing.agent import faults_of
-from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeRank, FakeWorker
 from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvtransfer.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from kvtransfer.versions import PROTOCOL_VERSION
 
 MakeWorker = Callable[..., FakeWorker]

@@ -12,8 +12,8 @@ import pytest
 
 from kvtransfer.testing.agent import faults_of
 from kvtransfer.testing.cluster import FakeCluster
-from kvtransfer.testing.handoff import FakeModel
 from kvtransfer.testing.leader import FakeLeader
+from kvtransfer.testing.worker import FakeModel
 from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]

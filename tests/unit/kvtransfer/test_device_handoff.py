@@ -11,7 +11,8 @@ import pytest
 
 from kvtransfer.causes import HandoffCause
 from kvtransfer.control import Attached, LinkReport, Received, ReceiveFailed, SendFailed, Sent
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]

@@ -15,8 +15,9 @@ from kvtransfer.causes import HandoffCause
 from kvtransfer.control import BeginStep, LinkReport, Received, SendFailed, Sent
 from kvtransfer.pool.device_pool import DevicePool
 from kvtransfer.session.piece import MAX_PIECE_BYTES
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.many_agents import start_host
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from kvtransfer.transports.factory import Transports
 from kvtransfer.transports.protocol import STALL_S
 from tandem.clock import SystemClock

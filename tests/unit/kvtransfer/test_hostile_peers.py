@@ -31,8 +31,9 @@ from kvtransfer.link.in_link import PLACES_AHEAD
 from kvtransfer.pool.pool import payload_bytes
 from kvtransfer.session.piece import HEADER_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.pool import make_pool
+from kvtransfer.testing.worker import FakeModel, FakeRank, FakeWorker
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.rpc.channel import encode
 

@@ -18,7 +18,8 @@ from kvtransfer.control import (
     Sent,
     TakeCensus,
 )
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 
 MakeWorker = Callable[..., FakeWorker]
 ONE_WARM = ("kvtransfer.testing.agent", "--warm-links", "1")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.control import LinkReport, Received, Sent
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from kvtransfer.versions import PROTOCOL_VERSION
 
 MakeWorker = Callable[..., FakeWorker]

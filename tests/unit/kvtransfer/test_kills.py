@@ -15,8 +15,9 @@ import pytest
 from kvtransfer.agent.agent import HUNG_EXIT_CODE
 from kvtransfer.control import CloseReceive, LinkReport, ReceiveClosed, SendFailed, SetPeers
 from kvtransfer.testing.cluster import FakeCluster
-from kvtransfer.testing.handoff import FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.leader import FakeLeader, LeaderTicket
+from kvtransfer.testing.worker import FakeWorker
 from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvtransfer.control import LinkReport, Received, Sent
 from kvtransfer.pool.pool import PoolMap, PoolSpan
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from kvtransfer.transports.choice import check_available
 from kvtransfer.transports.host_support import why_no_nixl
 from kvtransfer.transports.nixl import runs_of

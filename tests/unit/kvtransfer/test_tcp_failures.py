@@ -37,7 +37,8 @@ from kvtransfer.pool.digest import digest_of_bytes
 from kvtransfer.pool.pool import payload_bytes
 from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.rpc.channel import encode
 

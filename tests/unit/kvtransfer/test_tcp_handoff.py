@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.control import LinkReport, Received, Sent, TlsFiles
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 
 MakeWorker = Callable[..., FakeWorker]
 LARGE = FakeModel(layers=3, kv_heads=8, block_tokens=16, head_dim=128)  # long runs

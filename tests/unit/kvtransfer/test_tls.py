@@ -13,7 +13,7 @@ import pytest
 from cluster.certificates import create, folder_spec
 from kvtransfer.connection.tls import TlsConnection
 from kvtransfer.control import TlsFiles
-from kvtransfer.testing.handoff import FakeWorker
+from kvtransfer.testing.worker import FakeWorker
 from tandem.rpc.identity import Identity
 from tandem.rpc.tls import RenewedTls, load_tls
 from tests.conftest import Authority

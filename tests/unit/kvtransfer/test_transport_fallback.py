@@ -8,7 +8,8 @@ import pytest
 
 from kvtransfer.control import LinkReport, Received, Sent
 from kvtransfer.link.out_link import OPENINGS
-from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.testing.handoff import Handoff
+from kvtransfer.testing.worker import FakeModel, FakeWorker
 from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
