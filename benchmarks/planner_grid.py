@@ -186,12 +186,11 @@ class Loads:
     ) -> None:
         assert slo.ttft_s is not None
         self._trace, self._hardware, self._slo = trace, hardware, slo
-        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING, paper, bounds_steps)
+        self._evaluator = Evaluator(trace, hardware, slo, MOST_RUNNING, paper, slo.tpot_s if bounds_steps else None)
         self._misses = allowed_misses(ATTAINMENT, len(trace))
         self._most = max(1.0, trace.span_s / slo.ttft_s)  # then all requests arrive within one TTFT objective
         self._analysis, self._is_met = cache(self._analysis_at), cache(self._simulate)
-        # TaiChi's prefill workers decode too; bounded steps are not analysed.
-        self._is_bounded = paper is not Paper.TAICHI and not bounds_steps
+        self._is_bounded = paper is not Paper.TAICHI  # its prefill workers decode too
         self.simulated = 0
 
     @property

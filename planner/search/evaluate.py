@@ -92,14 +92,14 @@ class Evaluation:
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """The inputs that all jobs share. `trace`: the requests to simulate. `paper`: its rule places them; None: the
-    router's does. `bounds_steps`: of workers that decode, by the objective of the time per token."""
+    router's does. `longest_step_s`: of workers that decode, with prompts beside answers."""
 
     trace: TrafficTrace
     hardware: Hardware
     slo: Slo
     max_running_requests: int = 256
     paper: Paper | None = None
-    bounds_steps: bool = False
+    longest_step_s: float | None = None
 
     def evaluate(self, job: Job) -> Evaluation:
         trace = busiest(self.trace, job.requests)
@@ -126,9 +126,7 @@ class Evaluator:
                 None if prefixes is None else prefixes.block_tokens,
             ),
         )
-        if self.bounds_steps:
-            setup = replace(setup, decode=replace(setup.decode, longest_step_s=self.slo.tpot_s))
-        return replace(setup, paper=self.paper)
+        return replace(setup, decode=replace(setup.decode, longest_step_s=self.longest_step_s), paper=self.paper)
 
 
 def router_spec(layout: ClusterLayout) -> RouterSpec:

@@ -11,7 +11,8 @@ from tandem.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Goal:
     """`attainment`: the share of requests that must meet both objectives. `confidence`: the share of other traffics of
-    the same kind for which they must too."""
+    the same kind for which they must too. `bounds_steps`: steps with prompts and answers aim at the TPOT objective
+    (engine.longest_step_s)."""
 
     slo: Slo
     attainment: float = 0.95
@@ -19,6 +20,12 @@ class Goal:
     step_tokens: tuple[int, ...] = (2048, 8192)
     max_running_requests: int = 256
     confidence: float = 0.0
+    bounds_steps: bool = False
+
+    @property
+    def longest_step_s(self) -> float | None:
+        """engine.longest_step_s of a plan."""
+        return self.slo.tpot_s if self.bounds_steps else None
 
     def __post_init__(self) -> None:
         if self.slo.ttft_s is None and self.slo.tpot_s is None:
@@ -32,6 +39,10 @@ class Goal:
         if not 0 <= self.confidence <= 1:
             raise ConfigError(
                 f"--confidence: expected a share from 0 to 1, got {self.confidence:g}", field="--confidence"
+            )
+        if self.bounds_steps and self.slo.tpot_s is None:
+            raise ConfigError(
+                "--bounded-steps: expected --tpot with it, which says how long a step may take", field="--tpot"
             )
         if self.max_devices < 1:
             raise ConfigError(f"--devices: expected at least 1, got {self.max_devices}", field="--devices")

@@ -123,7 +123,9 @@ class PlanSearch:
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
         self._everything = list(layouts(_widths(hardware, goal.max_devices), goal.max_devices, goal.step_tokens))
-        evaluator = Evaluator(self._trace, hardware, goal.slo, goal.max_running_requests)
+        evaluator = Evaluator(
+            self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
+        )
         self._pool = SimulationPool(evaluator, options.processes, Journal(options.state, evaluator))
         self._trials = Trials(self._pool, goal, progress)
 

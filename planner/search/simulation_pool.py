@@ -61,6 +61,7 @@ def fingerprint(evaluator: Evaluator) -> str:
     rest = (
         hardware.model, hardware.device, sorted(hardware.measured), hardware.acceptance, hardware.constrained,
         hardware.mask_s_per_row, trace.labels, evaluator.slo, evaluator.max_running_requests,
+        evaluator.longest_step_s, evaluator.paper,
         None if trace.prefixes is None else trace.prefixes.block_tokens,
     )  # fmt: skip
     digest.update(repr((*rest, [hardware.cost(tp) for tp in hardware.measured])).encode())

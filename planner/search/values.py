@@ -85,6 +85,7 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
                     "kv_memory_bytes": int(hardware.kv_rank_bytes(layout.decode_tp)),
                     "max_running_requests": plan.goal.max_running_requests,
                     "max_step_tokens": layout.step_tokens,
+                    **({} if (longest_s := plan.goal.longest_step_s) is None else {"longest_step_s": longest_s}),
                 },
             }
         ],

@@ -210,6 +210,10 @@ def plan(
     step_tokens: Annotated[
         list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
     ] = None,
+    bounded_steps: Annotated[
+        bool,
+        typer.Option("--bounded-steps", help="Plan with engine.longest_step_s: prompts beside answers keep to --tpot."),
+    ] = False,
     running: Annotated[int, typer.Option(help="Maximum number of running requests per worker.", min=1, max=4096)] = 256,
     source: Annotated[
         str | None, typer.Option(help="Model in the values file: ORG/NAME or a folder. Default: --model.")
@@ -252,7 +256,9 @@ def plan(
         model, device, cost, None, element_bytes, constrained=constrained, acceptance=acceptance, kv_bytes=kv_bytes,
         expert_bytes=expert_bytes,
     )  # fmt: skip
-    goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running, confidence)
+    goal = Goal(
+        Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running, confidence, bounded_steps
+    )
     flags = PlanFlags(
         traffic, hardware, goal, source, simulated, jobs, state, report, values, json, price, max_load, growth
     )

@@ -35,7 +35,9 @@ def test_the_largest_load_is_met_by_the_rule_and_the_next_is_not(paper: Paper | 
     served = Loads(trace, hardware, question.slo, paper, bounds_steps=bounds_steps).largest(layout, 1.0)
     assert served is not None
     assert served.missed_at is not None
-    evaluator = Evaluator(trace, hardware, question.slo, MOST_RUNNING, paper, bounds_steps)
+    evaluator = Evaluator(
+        trace, hardware, question.slo, MOST_RUNNING, paper, question.slo.tpot_s if bounds_steps else None
+    )
     most = allowed_misses(ATTAINMENT, REQUESTS)
     for load, is_met in ((served.load, True), (served.missed_at, False)):
         assert evaluator.evaluate(Job(layout, REQUESTS, load=load, most_misses=most)).meets(ATTAINMENT) is is_met

@@ -89,6 +89,13 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     assert state.read_text() == lines  # nothing was simulated again
 
 
+def test_a_plan_with_bounded_steps_names_the_longest() -> None:
+    goal = ["--ttft", "0.5", "--devices", "1", "--simulated", "50", "--step-tokens", "2048", "--bounded-steps"]
+    assert "--bounded-steps: expected --tpot with it" in str(run("plan", *TRAFFIC, *MODEL, *goal).exception)
+    shown = run("plan", *TRAFFIC, *MODEL, *goal, "--tpot", "0.03", "--jobs", "1").stdout
+    assert "with engine.longest_step_s: 0.03" in shown
+
+
 def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:
     goal = ["--ttft", "0.5", "--tpot", "0.01", "--devices", "1", "--simulated", "50", "--step-tokens", "2048"]
     planned = run("plan", *TRAFFIC, *MODEL, *goal, "--jobs", "1", "--growth", "0.1", "--json")

@@ -25,7 +25,7 @@ from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
 from planner.search.plan import Plan, SearchOptions, make_plan
 from planner.search.report import html_report
-from planner.search.simulation_pool import Journal, SimulationPool
+from planner.search.simulation_pool import Journal, SimulationPool, fingerprint
 from planner.search.traffic import busiest
 from planner.search.trials import RESAMPLES
 from planner.search.values import helm_values
@@ -55,6 +55,34 @@ def traffic(rate: float = 17.0) -> TrafficTrace:
 @cache
 def plan() -> Plan:
     return make_plan(traffic(), hardware(), GOAL, OPTIONS)
+
+
+class TestBoundedSteps:
+    BUSY = replace(GOAL, bounds_steps=True, max_devices=4)
+
+    def test_prompts_beside_answers_take_no_device_of_their_own(self) -> None:
+        busy = traffic(26.0)
+        free, bounded = (
+            make_plan(busy, hardware(), replace(self.BUSY, bounds_steps=each), OPTIONS) for each in (False, True)
+        )
+        assert free.chosen is not None
+        assert bounded.chosen is not None
+        assert bounded.chosen.layout.devices < free.chosen.layout.devices
+
+    def test_the_values_and_the_report_have_the_longest_step(self) -> None:
+        found = replace(plan(), goal=self.BUSY)
+        engine = yaml.safe_load(helm_values(found, hardware(), "/models/m"))["cluster"]["models"][0]["engine"]
+        assert engine["longest_step_s"] == 0.02
+        assert "steps with prompts and answers of up to 0.02 s" in html_report(found, "")
+        assert "longest_step_s" not in helm_values(plan(), hardware(), "/models/m")
+
+    def test_results_of_other_steps_are_not_taken_from_a_journal(self) -> None:
+        free = Evaluator(traffic(), hardware(), GOAL.slo)
+        assert fingerprint(free) != fingerprint(replace(free, longest_step_s=0.02))
+
+    def test_without_a_tpot_objective_nothing_says_how_long_a_step_may_take(self) -> None:
+        with pytest.raises(ConfigError, match="--bounded-steps: expected --tpot with it"):
+            Goal(Slo(ttft_s=1.0), bounds_steps=True)
 
 
 class TestPools:

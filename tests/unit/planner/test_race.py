@@ -139,13 +139,14 @@ class TestRuled:
 class Case:
     """Traffic and objectives of which every layout is simulated too."""
 
-    def __init__(self, trace: TrafficTrace, slo: Slo, max_devices: int, attainment: float = 0.9) -> None:
+    def __init__(self, trace: TrafficTrace, slo: Slo, max_devices: int, *, bounds_steps: bool = False) -> None:
         self.trace = trace
-        self.goal = Goal(slo, attainment, max_devices, STEP_TOKENS)
+        self.goal = Goal(slo, 0.9, max_devices, STEP_TOKENS, bounds_steps=bounds_steps)
         self.hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
 
     def listed(self) -> list[Evaluation]:
-        evaluator = Evaluator(self.trace, self.hardware, self.goal.slo)
+        goal = self.goal
+        evaluator = Evaluator(self.trace, self.hardware, goal.slo, longest_step_s=goal.longest_step_s)
         widths = [tp for tp in self.hardware.widths() if tp <= self.goal.max_devices]
         everything = layouts(widths, self.goal.max_devices, STEP_TOKENS)
         most = allowed_misses(self.goal.attainment, len(self.trace))
@@ -153,7 +154,11 @@ class Case:
 
 
 def case(name: str) -> Case:
-    """Chat that one device nearly serves; completion of code; a conversation whose prompts are mostly cached."""
+    """Chat that one device nearly serves, with a longest step too; completion of code; a conversation whose prompts are
+    mostly cached."""
+    if name == "bounded steps":
+        chat = synthetic_trace(100, Gamma(34.0), LengthSpec(1200, 0.8, 8000), LengthSpec(60, 0.5, 300), seed=2)
+        return Case(chat, Slo(0.6, 0.02), 3, bounds_steps=True)
     if name == "chat":
         chat = synthetic_trace(100, Gamma(24.0), LengthSpec(1200, 0.8, 8000), LengthSpec(60, 0.5, 300), seed=2)
         return Case(chat, Slo(0.4, 0.02), 3)
@@ -168,7 +173,8 @@ def case(name: str) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["chat", *(pytest.param(each, marks=pytest.mark.slow) for each in ("code", "conversation"))]
+    "name",
+    ["chat", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bounded steps", "code", "conversation"))],
 )
 def test_nothing_cheaper_is_found_by_simulating_every_layout(name: str) -> None:
     tried = case(name)
@@ -222,10 +228,11 @@ def test_what_bounds_rule_out_fails_in_simulation(seed: int) -> None:
     ruled_out = [each for each in everything if not analysis.bounds(each).possible]
     assert ruled_out, "or nothing is tested"
     most = allowed_misses(0.9, len(trace))
-    evaluator = Evaluator(trace, hardware, slo)
     for layout in dice.sample(ruled_out, min(6, len(ruled_out))):
-        found = evaluator.evaluate(Job(layout, len(trace), most_misses=most))
-        assert not found.complete or found.joint < 0.9, layout
+        for longest_step_s in (None, slo.tpot_s):
+            evaluator = Evaluator(trace, hardware, slo, longest_step_s=longest_step_s)
+            found = evaluator.evaluate(Job(layout, len(trace), most_misses=most))
+            assert not found.complete or found.joint < 0.9, (layout, longest_step_s)
 
 
 def test_a_slow_fabric_rules_no_pool_out() -> None:

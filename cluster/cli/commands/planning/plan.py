@@ -162,6 +162,8 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
             console.print(_resampled(plan, console.width))
         return
     console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
+    if (longest_s := plan.goal.longest_step_s) is not None:
+        console.print(f"with engine.longest_step_s: {longest_s:g}")
     if (beside := plan.same_price_note()) is not None:
         console.print(beside)
     for line in plan.headroom_lines():
