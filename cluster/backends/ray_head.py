@@ -31,6 +31,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores no objects
 POLL_S = 0.2
 PROBE_S = 1.0
 SILENT_S = 6.0  # so long the GCS may not answer; it counts a raylet as dead after about as long
+STOOD_S = 2.0  # between two looks: then this process stood still, and the GCS may have answered
 PR_SET_CHILD_SUBREAPER = 36
 SYSTEM_CONFIG = {
     "worker_niceness": 0,  # ranks would inherit the default, 15, and yield to every other process
@@ -108,17 +109,21 @@ class Probe:
 
     def __init__(self, gcs_address: str) -> None:
         self._gcs_address = gcs_address
-        self._answered_s = time.monotonic()
-        self._error = "no answer"
+        self._answered_s = self._looked_s = time.monotonic()
+        self._error = ""
         self._is_raylet_dead = False
         threading.Thread(target=self._run, daemon=True, name="probe").start()
 
     def silence(self) -> str:
-        """Which part does not answer; empty: all do."""
+        """Which part does not answer; empty: all do. Call it often."""
         if self._is_raylet_dead:
             return "Ray's raylet no longer answers"
-        if time.monotonic() - self._answered_s > SILENT_S:
-            return f"Ray's gcs_server has not answered for {SILENT_S:g} s ({self._error})"
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOOD_S:
+            self._answered_s = now_s
+        self._looked_s = now_s
+        if now_s - self._answered_s > SILENT_S:
+            return f"Ray's gcs_server has not answered for {SILENT_S:g} s{self._error}"
         return ""
 
     def _run(self) -> None:
@@ -128,10 +133,10 @@ class Probe:
             try:
                 client = client or GcsClient(address=self._gcs_address)
                 nodes = client.get_all_node_info(timeout=PROBE_S)
-                self._answered_s = time.monotonic()
+                self._answered_s, self._error = time.monotonic(), ""
                 self._is_raylet_dead = any(node.state == GcsNodeInfo.DEAD for node in nodes.values())
             except Exception as error:  # its client raises more than RayError
-                self._error = type(error).__name__
+                self._error = f" ({type(error).__name__})"
 
 
 def main() -> int:

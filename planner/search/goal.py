@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.simulator.setup import Slo
+from tandem.config.engine import MAX_LONGEST_STEP_S
 from tandem.errors import ConfigError
 
 
@@ -40,9 +41,12 @@ class Goal:
             raise ConfigError(
                 f"--confidence: expected a share from 0 to 1, got {self.confidence:g}", field="--confidence"
             )
-        if self.bounds_steps and self.slo.tpot_s is None:
+        if self.bounds_steps and not 0 < (self.slo.tpot_s or 0.0) <= MAX_LONGEST_STEP_S:
+            got = "none" if self.slo.tpot_s is None else f"{self.slo.tpot_s:g}"
             raise ConfigError(
-                "--bounded-steps: expected --tpot with it, which says how long a step may take", field="--tpot"
+                f"--bounded-steps: expected --tpot with it, of at most {MAX_LONGEST_STEP_S:g} s: it says how long a step "
+                f"may take; got {got}",
+                field="--tpot",
             )
         if self.max_devices < 1:
             raise ConfigError(f"--devices: expected at least 1, got {self.max_devices}", field="--devices")

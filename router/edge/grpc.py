@@ -79,7 +79,7 @@ class InferenceEdge(InferenceServicer):
                             yield response
                     response = _chunk(pieces, stream.take_times())
                     yield response if parts is None else parts.chunk(response)
-                    pauses.measure()
+                    pauses.measure(len(pieces))
                     if pauses.pause_s and stream.final is None:
                         await pauses.pause()
                 if (final := stream.final) is not None:

@@ -50,11 +50,13 @@ class Connection(Protocol):
 
 
 class WriteBatcher:
-    """Flushes the streams that have something to write, one after the other. While the router is busy, each waits for a
-    pause of its own, so that no flush is of all streams at once: new requests would wait for it."""
+    """Flushes the streams that have something to write, one after the other. While the router is busy, one that wrote
+    less than a pause ago waits for a pause of its own, so that no flush is of all streams at once: new requests would
+    wait for it. `arrived`: how often something came for any stream, since the last flush."""
 
     def __init__(self, pauses: WritePauses | None = None) -> None:
         self._pauses = pauses or WritePauses()
+        self.arrived = 0
         self._due: list[_StreamWriter] = []
         self._paused: deque[tuple[float, _StreamWriter]] = deque()  # with the ends of their pauses
 
@@ -62,8 +64,9 @@ class WriteBatcher:
         """`writer` has something to write."""
         loop = asyncio.get_running_loop()
         if self._pauses.pause_s and not self._paused:
-            self._pauses.measure(0)  # perhaps all streams were idle since the last time
-        if (pause_s := self._pauses.pause_s) > 0:
+            self._measure()  # perhaps all streams were idle since the last time
+        pause_s = self._pauses.pause_s
+        if pause_s and loop.time() - writer.written_s < pause_s and not writer.is_ending:
             if not self._paused:
                 loop.call_later(pause_s, self._end_pauses)
             self._paused.append((loop.time() + pause_s, writer))
@@ -87,7 +90,11 @@ class WriteBatcher:
 
     def _write(self, due: list[_StreamWriter]) -> None:
         for_each_in_turns(due, _StreamWriter.flush)
-        self._pauses.measure(len(due))
+        self._measure()
+
+    def _measure(self) -> None:
+        arrived, self.arrived = self.arrived, 0
+        self._pauses.measure(arrived)
 
 
 class SseResponse(Response):
@@ -142,6 +149,7 @@ class _StreamWriter:
         self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: TandemError | None = None
+        self.written_s = 0.0  # on the event loop's clock
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
         self._slicing: asyncio.Task[None] | None = None
@@ -166,8 +174,14 @@ class _StreamWriter:
             if task is not None:
                 task.cancel()
 
+    @property
+    def is_ending(self) -> bool:
+        """What it writes next is its last."""
+        return self._answers.is_ending
+
     def _wake(self) -> None:
-        if not self._is_due:
+        self._batcher.arrived += 1
+        if not self._is_due or self._answers.is_ending:  # which does not wait for the pause of the tokens before it
             self._is_due = True
             self._batcher.add(self)
 
@@ -205,6 +219,7 @@ class _StreamWriter:
         slices = Slices(pieces)
         if first := slices.next():
             self._connection.write_chunk(first)
+            self.written_s = self.ended.get_loop().time()
         if not slices.is_done:
             self._slicing = asyncio.create_task(self._write_rest(slices, is_last))
         elif is_last:

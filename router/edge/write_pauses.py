@@ -12,7 +12,7 @@ LOAD_INTERVAL_S = 0.25  # how often the load is measured; a shorter peak is no r
 FULL_SHARE = 0.95  # of the time: beyond this, it falls behind unless it writes still less often
 BUSY_SHARE = 0.85  # beyond this, no core is left to catch up with
 CALM_SHARE = 0.7  # below this, it has caught up, and needs no pauses
-FEW_WRITES_PER_S = 1000  # so few cost little: what keeps the router busy is something else, and pauses do not help
+FEW_TOKENS_PER_S = 1000  # so few cost little to write: something else keeps the router busy, and pauses do not help
 PAUSE_S = 0.025  # the first pause, and by how much it changes at each measurement
 MAX_PAUSE_S = 0.075
 AT_ONCE = 16  # streams; then other events have their turn, such as new requests and their first tokens
@@ -31,20 +31,20 @@ class WritePauses:
         self._now_s = now_s
         self._busy_s = busy_s
         self._measured_s, self._busy_then_s = now_s(), busy_s()
-        self._writes = 0  # since then
+        self._tokens = 0  # since then
         self._paused: list[asyncio.Future[None]] = []  # until the end of the pause under way
 
-    def measure(self, writes: int = 1) -> None:
-        """Measures the load, if it is time. Call it with every write."""
-        self._writes += writes
+    def measure(self, tokens: int = 0) -> None:
+        """Measures the load, if it is time. `tokens`: that came to be written since the last call."""
+        self._tokens += tokens
         now_s = self._now_s()
         if (passed_s := now_s - self._measured_s) >= LOAD_INTERVAL_S:
             busy_s = self._busy_s()
             share = (busy_s - self._busy_then_s) / passed_s
-            writes_per_s = self._writes / passed_s
-            self._measured_s, self._busy_then_s, self._writes = now_s, busy_s, 0
+            tokens_per_s = self._tokens / passed_s
+            self._measured_s, self._busy_then_s, self._tokens = now_s, busy_s, 0
             longest_s = MAX_PAUSE_S if share >= FULL_SHARE else PAUSE_S if share >= BUSY_SHARE else 0.0
-            if share < CALM_SHARE or writes_per_s < FEW_WRITES_PER_S:
+            if share < CALM_SHARE or tokens_per_s < FEW_TOKENS_PER_S:
                 self.pause_s = 0.0
             elif self.pause_s > longest_s:
                 self.pause_s = max(longest_s, self.pause_s - PAUSE_S)

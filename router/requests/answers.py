@@ -137,6 +137,14 @@ class Answers:
         """All output of all answers was taken."""
         return not self._waiting
 
+    @property
+    def is_ending(self) -> bool:
+        """The end of the only answer that has not ended has come, or its error."""
+        if len(self._waiting) != 1:
+            return False
+        stream = self.submitted[self._waiting[0]].stream
+        return stream.final is not None or stream.has_failed
+
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Calls `wake` on every change of any answer from now on."""
         for each in self.submitted:

@@ -11,6 +11,7 @@ from tandem.config.frozen import Frozen, PositiveCount
 
 _CPU_POOL_BYTES = 512 << 20
 _WINDOW_S = 0.1
+MAX_LONGEST_STEP_S = 60.0
 
 
 class EngineSpec(Frozen):
@@ -59,7 +60,7 @@ class EngineSpec(Frozen):
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
     )
-    longest_step_s: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] | None = Field(
+    longest_step_s: Annotated[float, Field(gt=0, le=MAX_LONGEST_STEP_S, allow_inf_nan=False)] | None = Field(
         None,
         description="How long a step may take that computes prompts while answers go on: it gets as many prompt tokens "
         "as fit, at least 16. For workers that decode, your objective of the time per token. Unset: max_step_tokens "

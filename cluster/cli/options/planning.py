@@ -212,7 +212,9 @@ def plan(
     ] = None,
     bounded_steps: Annotated[
         bool,
-        typer.Option("--bounded-steps", help="Plan with engine.longest_step_s: prompts beside answers keep to --tpot."),
+        typer.Option(
+            "--bounded-steps", help="Plan with engine.longest_step_s: steps with prompts and answers aim at --tpot."
+        ),
     ] = False,
     running: Annotated[int, typer.Option(help="Maximum number of running requests per worker.", min=1, max=4096)] = 256,
     source: Annotated[

@@ -93,7 +93,7 @@ def test_a_plan_with_bounded_steps_names_the_longest() -> None:
     goal = ["--ttft", "0.5", "--devices", "1", "--simulated", "50", "--step-tokens", "2048", "--bounded-steps"]
     assert "--bounded-steps: expected --tpot with it" in str(run("plan", *TRAFFIC, *MODEL, *goal).exception)
     shown = run("plan", *TRAFFIC, *MODEL, *goal, "--tpot", "0.03", "--jobs", "1").stdout
-    assert "with engine.longest_step_s: 0.03" in shown
+    assert "note: with engine.longest_step_s: 0.03" in shown
 
 
 def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:

@@ -81,8 +81,10 @@ class TestBoundedSteps:
         assert fingerprint(free) != fingerprint(replace(free, longest_step_s=0.02))
 
     def test_without_a_tpot_objective_nothing_says_how_long_a_step_may_take(self) -> None:
-        with pytest.raises(ConfigError, match="--bounded-steps: expected --tpot with it"):
+        with pytest.raises(ConfigError, match=r"--bounded-steps: expected --tpot with it, .* got none"):
             Goal(Slo(ttft_s=1.0), bounds_steps=True)
+        with pytest.raises(ConfigError, match=r"at most 60 s: .* got 100"):
+            Goal(Slo(tpot_s=100.0), bounds_steps=True)
 
 
 class TestPools:

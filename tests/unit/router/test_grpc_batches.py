@@ -34,7 +34,7 @@ async def test_each_token_of_a_batch_has_its_text_and_its_time(
     tokens = cluster.says(TEXT)
     for worker in (cluster.prefill, cluster.decode):
         worker.behaviour.token_delay_s = 0.005
-    monkeypatch.setattr(WritePauses, "measure", lambda pauses: setattr(pauses, "pause_s", 0.025))
+    monkeypatch.setattr(WritePauses, "measure", lambda pauses, tokens: setattr(pauses, "pause_s", 0.025))
     batches = await chunks(cluster, prompt="Hi")
     assert joined(batches) == (TEXT, tokens, [cluster.decode.behaviour.logprob] * len(tokens))
     assert max(len(chunk.token_ids) for chunk in batches) > 1

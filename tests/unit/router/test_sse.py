@@ -14,7 +14,7 @@ from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.openai.request_schema import UsageEvents
 from router.edge.sse import SseResponse, WriteBatcher
-from router.edge.write_pauses import FEW_WRITES_PER_S, LOAD_INTERVAL_S, PAUSE_S, WritePauses
+from router.edge.write_pauses import FEW_TOKENS_PER_S, LOAD_INTERVAL_S, PAUSE_S, WritePauses
 from router.requests.answers import AnswerReader, Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.testing.stub_worker import until
@@ -22,7 +22,7 @@ from tandem.errors import RequestCancelled, WorkerLost
 from tandem.request import FinishReason
 
 LONG_PAUSE_S = 0.3  # what a test does at its start happens before its end, on a slow machine too
-MANY = int(FEW_WRITES_PER_S * LOAD_INTERVAL_S)  # writes
+MANY = int(FEW_TOKENS_PER_S * LOAD_INTERVAL_S)  # tokens
 
 
 class Reader:
@@ -153,13 +153,13 @@ def test_pauses_grow_while_the_router_is_busy_and_shrink_when_it_has_caught_up()
     assert found == [0, 1, 1, 2, 3, 3, 2, 1, 1, 0, 1, 0, 0, 1]
 
 
-def test_few_writes_are_never_paused() -> None:
+def test_few_tokens_are_never_paused() -> None:
     now_s = 0.0
     pauses = WritePauses(lambda: now_s, lambda: now_s)  # busy all the time
     found = []
-    for writes in (MANY, MANY, MANY // 2, MANY):
+    for tokens in (MANY, MANY, MANY // 2, MANY):
         now_s += LOAD_INTERVAL_S
-        pauses.measure(writes)
+        pauses.measure(tokens)
         found.append(round(pauses.pause_s / PAUSE_S))
     assert found == [1, 2, 0, 1]
 
@@ -180,7 +180,7 @@ async def test_all_streams_go_on_at_the_end_of_one_pause() -> None:
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(write_pauses, name, LONG_PAUSE_S)
-    monkeypatch.setattr(write_pauses, "FEW_WRITES_PER_S", 0)
+    monkeypatch.setattr(write_pauses, "FEW_TOKENS_PER_S", 0)
     now_s, busy_s = 0.0, 0.0
     stream = Stream(WriteBatcher(WritePauses(lambda: now_s, lambda: busy_s)))
     await stream.begin("a")
@@ -201,6 +201,41 @@ async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy(monkey
     assert stream.reader.writes[3:] == [b"e", b"f"]
     stream.source.finish(final())
     await stream.task
+
+
+async def test_the_end_of_an_answer_does_not_wait_for_a_pause() -> None:
+    stream = Stream(paused())
+    await stream.begin("a")
+    stream.source.put(piece("b"))
+    await stream.flush()
+    assert stream.reader.writes == [b"begin a"]
+    stream.source.finish(final())
+    await stream.flush()
+    assert stream.reader.writes == [b"begin a", b"b end"]
+    await stream.task
+
+
+async def test_a_stream_slower_than_the_pauses_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(paused())
+    await stream.begin("a")
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+    for text in "bcd":
+        now_s += LONG_PAUSE_S
+        stream.source.put(piece(text))
+        await stream.flush()
+    assert stream.reader.writes == [b"begin a", b"b", b"c", b"d"]
+    stream.source.finish(final())
+    await stream.flush()
+    await stream.task
+
+
+def paused() -> WriteBatcher:
+    """Of a router that stays busy."""
+    pauses = WritePauses(lambda: 0.0, lambda: 0.0)
+    pauses.pause_s = LONG_PAUSE_S
+    return WriteBatcher(pauses)
 
 
 async def test_a_client_that_does_not_read_gets_everything_once_it_reads_again() -> None:

@@ -152,6 +152,8 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
     console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
     for note in (*notes, f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim", markup=False)
+    if (longest_s := plan.goal.longest_step_s) is not None:
+        console.print(f"note: with engine.longest_step_s: {longest_s:g}", style="dim")
     possible = f"{plan.possible} feasible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
@@ -162,8 +164,6 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
             console.print(_resampled(plan, console.width))
         return
     console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
-    if (longest_s := plan.goal.longest_step_s) is not None:
-        console.print(f"with engine.longest_step_s: {longest_s:g}")
     if (beside := plan.same_price_note()) is not None:
         console.print(beside)
     for line in plan.headroom_lines():
