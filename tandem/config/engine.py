@@ -11,7 +11,7 @@ from tandem.config.frozen import Frozen, PositiveCount
 
 _CPU_POOL_BYTES = 512 << 20
 _WINDOW_S = 0.1
-MAX_LONGEST_STEP_S = 60.0
+MAX_LONGEST_STEP_S = 60
 
 
 class EngineSpec(Frozen):
