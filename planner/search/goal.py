@@ -44,8 +44,8 @@ class Goal:
         if self.bounds_steps and not 0 < (self.slo.tpot_s or 0.0) <= MAX_LONGEST_STEP_S:
             got = "none" if self.slo.tpot_s is None else f"{self.slo.tpot_s:g}"
             raise ConfigError(
-                f"--bounded-steps: expected --tpot with it, of at most {MAX_LONGEST_STEP_S} s: it says how long a step may "
-                f"take; got {got}",
+                f"--bounded-steps: expected --tpot with it, of at most {MAX_LONGEST_STEP_S} s: so long a step may be; "
+                f"got {got}",
                 field="--tpot",
             )
         if self.max_devices < 1:
