@@ -12,7 +12,10 @@ mkdir -p "$out"
 : >"$out/results.jsonl"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 patience=1 # times the limit of each step: --quick is not for the time of a lent machine
-if [ ${#quick[@]} != 0 ]; then export TANDEM_GPU_TESTS_ON=cpu patience=10; fi
+if [ ${#quick[@]} != 0 ]; then
+  export TANDEM_GPU_TESTS_ON=cpu
+  patience=10
+fi
 python=${PYTHON:-python3}
 pytest=("$python" -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib -v -p no:cacheprovider)
 together=() # tests side by side, if pytest can

@@ -93,14 +93,12 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
         f"TTFT {slo.ttft_s:g} s" if slo.ttft_s else "no TTFT",
         f"TPOT {slo.tpot_s:g} s" if slo.tpot_s else "no TPOT",
     ]
-    longest = [f"steps with prompts and answers of up to {goal.longest_step_s:g} s"] if goal.longest_step_s else []
+    if (longest_s := goal.longest_step_s) is not None:
+        objectives.append(f"steps with prompts and answers of up to {longest_s:g} s")
     others = f", and for {100 * goal.confidence:g} % of other traffics of this kind" if goal.confidence else ""
     rows = (
         ("traffic", "; ".join((traffic, *notes))),
-        (
-            "objectives",
-            f"{', '.join([*objectives, *longest])}, for {100 * goal.attainment:g} % of the requests{others}",
-        ),
+        ("objectives", f"{', '.join(objectives)}, for {100 * goal.attainment:g} % of the requests{others}"),
         ("devices", f"up to {goal.max_devices} x {plan.device}, ${plan.price_per_hour:.2f} per device and hour"),
         ("step times", cost_model),
         ("made by", f"tandem {tandem_version()}, {datetime.now(UTC):%Y-%m-%d}"),

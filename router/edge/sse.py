@@ -181,7 +181,7 @@ class _StreamWriter:
 
     def _wake(self) -> None:
         self._batcher.arrived += 1
-        if not self._is_due or self._answers.is_ending:  # which does not wait for the pause of the tokens before it
+        if not self._is_due or self.is_ending:  # which does not wait for the pause of the tokens before it
             self._is_due = True
             self._batcher.add(self)
 

@@ -60,9 +60,8 @@ class Worker:
     def candidate(self, cached_tokens: int) -> Candidate:
         load, account = self.link.load or _NO_LOAD, self.account
         running = self.running_requests  # first: it updates the account from the report
-        blocks, listed = load.blocks, self.link.info
-        total = blocks.total or listed.total_blocks
-        free = blocks.free + blocks.cached if load.HasField("blocks") else total
+        total = self.total_blocks
+        free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
             worker_id=self.key.worker_id,
             epoch=self.key.epoch,
@@ -75,7 +74,7 @@ class Worker:
             reaches=self.link.reaches,
             pace=self.estimates.pace(),
             transfer_to=self.estimates.transfer_to,
-            bounds_steps=listed.bounds_steps,
+            bounds_steps=self.link.info.bounds_steps,
         )
 
 

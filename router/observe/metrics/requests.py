@@ -194,7 +194,7 @@ class RouterMetrics:
         line, usage = final.timeline, final.usage
         self._ttft.labels(label).observe(line.ttft_s)
         for span in self._traces.of(run).to_first_token():
-            self._ttft_stages.labels(label, span.stage).observe(span.duration_s)
+            self._ttft_stages.labels(label, span.stage.value).observe(span.duration_s)
         self._queue.labels(label).observe(line.queue_s)
         self._total.labels(label).observe(line.total_s)
         if usage.completion_tokens > 1:
@@ -228,7 +228,7 @@ class RouterMetrics:
             computed = (each for each in attempt.to_first_token() if each.stage in (Stage.DISPATCH, Stage.PREFILL))
             spans = [*sent_spans(done), *computed]
         for span in spans:
-            self._stages.labels(label, span.stage).observe(span.duration_s)
+            self._stages.labels(label, span.stage.value).observe(span.duration_s)
 
     def _handoff_failed(self, run: RequestRun, fact: act.HandoffFailed, now_s: float) -> None:
         if isinstance(fact.error, HandoffFault):
