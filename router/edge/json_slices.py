@@ -91,6 +91,18 @@ def _same(item: object) -> object:
     return item
 
 
+def next_slice(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    """Joins as many pieces as make a slice, which may be empty, and whether they were all."""
+    parts: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size >= SLICE_BYTES:
+            return b"".join(parts), False
+    return b"".join(parts), True
+
+
 class Slices:
     """Joins pieces into slices. `is_done`: there is no further slice."""
 
@@ -100,16 +112,10 @@ class Slices:
 
     def next(self) -> bytes:
         """May be empty."""
-        parts: list[bytes] = []
-        size = 0
-        for piece in self._pieces:
-            parts.append(piece)
-            size += len(piece)
-            if size >= SLICE_BYTES:
-                break
-        else:
+        made, is_last = next_slice(self._pieces)
+        if is_last:
             self.is_done = True
-        return b"".join(parts)
+        return made
 
     def stop(self) -> None:
         """Makes no further slice."""

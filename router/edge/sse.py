@@ -18,7 +18,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.edge.json_slices import Slices
+from router.edge.json_slices import Slices, next_slice
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
 from router.edge.write_pauses import WritePauses, for_each_in_turns
@@ -62,18 +62,24 @@ class WriteBatcher:
 
     def add(self, writer: _StreamWriter) -> None:
         """`writer` has something to write."""
-        loop = asyncio.get_running_loop()
-        if self._pauses.pause_s and not self._paused:
-            self._measure()  # perhaps all streams were idle since the last time
-        pause_s = self._pauses.pause_s
-        if pause_s and loop.time() - writer.written_s < pause_s and not writer.is_ending:
-            if not self._paused:
-                loop.call_later(pause_s, self._end_pauses)
-            self._paused.append((loop.time() + pause_s, writer))
+        if self._pauses.pause_s and self._pauses_before(writer):
             return
         if not self._due:
-            loop.call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush)
         self._due.append(writer)
+
+    def _pauses_before(self, writer: _StreamWriter) -> bool:
+        """Whether it waits for a pause, which then adds it."""
+        loop = asyncio.get_running_loop()
+        if not self._paused:
+            self._measure()  # perhaps all streams were idle since the last time
+        pause_s, now_s = self._pauses.pause_s, loop.time()
+        if now_s - writer.written_s >= pause_s or writer.is_ending:
+            return False
+        if not self._paused:
+            loop.call_later(pause_s, self._end_pauses)
+        self._paused.append((now_s + pause_s, writer))
+        return True
 
     def _end_pauses(self) -> None:
         loop = asyncio.get_running_loop()
@@ -89,6 +95,10 @@ class WriteBatcher:
         self._write(due)
 
     def _write(self, due: list[_StreamWriter]) -> None:
+        if self._pauses.pause_s:
+            now_s = asyncio.get_running_loop().time()
+            for writer in due:
+                writer.written_s = now_s
         for_each_in_turns(due, _StreamWriter.flush)
         self._measure()
 
@@ -149,7 +159,7 @@ class _StreamWriter:
         self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: TandemError | None = None
-        self.written_s = 0.0  # on the event loop's clock
+        self.written_s = 0.0  # on the event loop's clock; set while the router is busy
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
         self._slicing: asyncio.Task[None] | None = None
@@ -200,28 +210,28 @@ class _StreamWriter:
 
     def _write_arrived(self) -> None:
         """Writes all arrivals, then the end if it has arrived too. An error comes after everything before it."""
-        parts: list[Iterable[bytes]] = []
+        pieces: Iterable[bytes] = ()
         is_last = False
         try:
-            parts.append(self._form.events(self._answers.take()))
+            pieces = self._form.events(self._answers.take())
             if self._answers.has_failed:
                 self._answers.take()
             if self._answers.ended:
-                parts.append(self._form.end())
+                pieces = chain(pieces, self._form.end())
                 is_last = True
         except TandemError as error:
             self.failure = error.with_traceback(None)
-            parts.append(self._form.failed(error))  # also to a client that was cut because it read too slowly
+            pieces = chain(pieces, self._form.failed(error))  # also to a client that was cut as it read too slowly
             is_last = True
-        self._write(chain.from_iterable(parts), is_last)
+        self._write(pieces, is_last)
 
     def _write(self, pieces: Iterable[bytes], is_last: bool) -> None:
-        slices = Slices(pieces)
-        if first := slices.next():
+        rest = iter(pieces)
+        first, is_done = next_slice(rest)
+        if first:
             self._connection.write_chunk(first)
-            self.written_s = self.ended.get_loop().time()
-        if not slices.is_done:
-            self._slicing = asyncio.create_task(self._write_rest(slices, is_last))
+        if not is_done:
+            self._slicing = asyncio.create_task(self._write_rest(Slices(rest), is_last))
         elif is_last:
             self.ended.set_result(None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -122,7 +123,7 @@ class TextEventTemplate:
         self._before, _, self._after = make(_TEXT).rpartition(_TEXT_JSON)
 
     def fill(self, text: str) -> bytes:
-        return self._before + msgspec.json.encode(text) + self._after
+        return b"".join((self._before, msgspec.json.encode(text), self._after))
 
 
 class UsageField:
@@ -160,35 +161,44 @@ class ChatFormat:
         self._logprobs = logprobs
         self._id = f"chatcmpl-{answers.request_id}"
         self._created = int(time.time())
-        self._texts = [
-            TextEventTemplate(lambda text, at=index: self._chunk(at, ChunkDelta(content=text)))  # type: ignore[misc]
-            for index in range(len(answers.submitted))
-        ]
+        self._text_events = [self._text_event(index) for index in range(len(answers.submitted))]
         self._readers = [answers.reader(index) for index in range(len(answers.submitted))]
 
-    def _text(self, index: int, text: str) -> bytes:
-        return self._chunk(index, ChunkDelta(content=text)) if self._usage.is_each else self._texts[index].fill(text)
+    def _text_event(self, index: int) -> Callable[[str], bytes]:
+        def make(text: str) -> bytes:
+            return self._chunk(index, ChunkDelta(content=text))
+
+        return make if self._usage.is_each else TextEventTemplate(make).fill
 
     def begin(self) -> list[bytes]:
         first = ChunkDelta(role="assistant", content="")
         return [self._chunk(index, first) for index in range(len(self._answers.submitted))]
 
-    def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
-        for arrival in arrivals:
-            self._usage.add(arrival)
-            if not (reader := self._readers[arrival.index]).is_plain:
-                yield from self._read(arrival, reader)
-                continue
-            for piece in arrival.pieces:
-                if not self._logprobs:
-                    if piece.text:
-                        yield self._text(arrival.index, piece.text)
-                    continue
-                logprobs = chat_logprobs(self._decoder, piece.tokens)
-                if piece.text or (logprobs is not None and logprobs.content):
-                    yield self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs)
-            if arrival.final is not None:
-                yield self._chunk(arrival.index, ChunkDelta(), None, ChatFinishReason(arrival.final.reason))
+    def events(self, arrivals: Sequence[Arrival]) -> Iterable[bytes]:
+        if len(arrivals) == 1:
+            return self._events(arrivals[0])
+        return chain.from_iterable(map(self._events, arrivals))
+
+    def _events(self, arrival: Arrival) -> Iterable[bytes]:
+        self._usage.add(arrival)
+        index, final = arrival.index, arrival.final
+        if not (reader := self._readers[index]).is_plain:
+            return self._read(arrival, reader)
+        made: Iterable[bytes]
+        if self._logprobs:
+            made = self._scored(arrival)
+        else:
+            event_of = self._text_events[index]
+            made = [event_of(piece.text) for piece in arrival.pieces if piece.text]
+        if final is None:
+            return made
+        return chain(made, [self._chunk(index, ChunkDelta(), None, ChatFinishReason(final.reason))])
+
+    def _scored(self, arrival: Arrival) -> Iterator[bytes]:
+        for piece in arrival.pieces:
+            logprobs = chat_logprobs(self._decoder, piece.tokens)
+            if piece.text or (logprobs is not None and logprobs.content):
+                yield self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs)
 
     def _read(self, arrival: Arrival, reader: AnswerReader) -> Iterator[bytes]:
         """The chunks of an answer that may have reasoning or calls."""
@@ -210,7 +220,7 @@ class ChatFormat:
             logprobs = None
         for event in events:
             if logprobs is None and isinstance(event, Text):
-                yield self._text(index, event.text)
+                yield self._text_events[index](event.text)
             elif (delta := chunk_delta(self._readers[index], event)) is not None:
                 yield self._chunk(index, delta, logprobs)
                 logprobs = None

@@ -189,16 +189,17 @@ async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy(monkey
     await stream.flush()
     stream.source.put(piece("c"))
     await stream.flush()
-    stream.source.put(piece("d"))
-    await stream.flush()
-    assert stream.reader.writes == [b"begin a", b"b"]
-    await until(lambda: len(stream.reader.writes) > 2)
-    assert stream.reader.writes == [b"begin a", b"b", b"cd"]
-    now_s += LOAD_INTERVAL_S + LONG_PAUSE_S  # idle all the time
-    for text in "ef":
+    for text in "de":  # the last write before them was the first in which it was known to be busy
         stream.source.put(piece(text))
         await stream.flush()
-    assert stream.reader.writes[3:] == [b"e", b"f"]
+    assert stream.reader.writes == [b"begin a", b"b", b"c"]
+    await until(lambda: len(stream.reader.writes) > 3)
+    assert stream.reader.writes == [b"begin a", b"b", b"c", b"de"]
+    now_s += LOAD_INTERVAL_S + LONG_PAUSE_S  # idle all the time
+    for text in "fg":
+        stream.source.put(piece(text))
+        await stream.flush()
+    assert stream.reader.writes[4:] == [b"f", b"g"]
     stream.source.finish(final())
     await stream.task
 
