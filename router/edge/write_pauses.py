@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Stream = TypeVar("Stream")
-LOAD_INTERVAL_S = 0.25  # how often the load is measured; a shorter peak is no reason to delay tokens
+LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
 FULL_SHARE = 0.95  # of the time: beyond this, it falls behind unless it writes still less often
 BUSY_SHARE = 0.85  # beyond this, no core is left to catch up with
 CALM_SHARE = 0.7  # below this, it has caught up, and needs no pauses
