@@ -25,7 +25,7 @@ from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import TrafficTrace
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.request import RequestState, SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
@@ -122,7 +122,7 @@ def play(rank: Rank, trace: TrafficTrace) -> dict[str, Any]:
     return outcome_fields(trace, SLO, measured)
 
 
-def _step(engine: Engine, measured: RunMeasurements, began_s: float) -> None:
+def _step(engine: TandemEngine, measured: RunMeasurements, began_s: float) -> None:
     result = engine.step()
     now_s = time.perf_counter() - began_s
     for token in result.tokens:

@@ -16,8 +16,7 @@ from kvtransfer.causes import HandoffCause
 from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
-from tandem.engine.api import RequestEnd
-from tandem.engine.engine import Engine
+from tandem.engine.api import Engine, RequestEnd
 from tandem.errors import TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2

@@ -10,8 +10,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
 from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
-from tandem.engine.api import EngineRequest, RequestEnd, Reservation
-from tandem.engine.engine import Engine
+from tandem.engine.api import Engine, EngineRequest, RequestEnd, Reservation
 from tandem.errors import DeadlineExceeded, InputError, TandemError
 from tandem.v1 import worker_pb2
 from worker.agents import Agents

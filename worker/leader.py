@@ -14,8 +14,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from kvtransfer.control import Attached, FromAgent, SetPeers
-from tandem.engine.api import StepResult
-from tandem.engine.engine import Engine
+from tandem.engine.api import Engine, StepResult
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes

@@ -29,7 +29,7 @@ from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
 from tandem.config.model import Role
 from tandem.config.transfer import WireDtype
-from tandem.engine.engine import Engine
+from tandem.engine.api import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
 from tandem.engine.step_work import WorkShape
@@ -157,6 +157,7 @@ def worker_info(
         total_blocks=rank.layout.num_blocks,
         max_model_tokens=rank.max_model_tokens,
         bounds_steps=launch.engine.longest_step_s is not None,
+        can=cluster_pb2.Capabilities(names=sorted(rank.engine.can)),
     )
     for index, agent in sorted(attached.items()):
         info.agents.append(agent_endpoint(index, agent))
@@ -229,7 +230,7 @@ def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
         WorkShape.of(rank.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
         peak_flops_per_s=peaks.flops_per_s * launch.tp,
         peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
-        proposer="" if rank.engine.speculator is None else rank.engine.speculator.proposer.name,
+        proposer=rank.engine.proposer,
     )
 
 

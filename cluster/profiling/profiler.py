@@ -15,7 +15,7 @@ from pathlib import Path
 from planner.fitted import DecodePoint, PrefillPoint
 from tandem.config.engine import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import ConfigError
 from tandem.grammar.constraint import regex
@@ -137,7 +137,7 @@ class Profiler:
                 if batch * needed <= self._capacity and needed < self._rank.max_model_tokens:
                     yield batch, context
 
-    def _engine(self, step_tokens: int) -> Engine:
+    def _engine(self, step_tokens: int) -> TandemEngine:
         scheduler = Scheduler(
             BlockPool(self._rank.layout.num_blocks),
             block_tokens=self._rank.layout.block_tokens,
@@ -145,9 +145,9 @@ class Profiler:
             max_step_tokens=step_tokens,
             max_model_tokens=self._rank.max_model_tokens,
         )
-        return Engine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
+        return TandemEngine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
 
-    def _add(self, engine: Engine, prompt_tokens: int, output_tokens: int, grammar: str | None = None) -> None:
+    def _add(self, engine: TandemEngine, prompt_tokens: int, output_tokens: int, grammar: str | None = None) -> None:
         number = next(self._numbers)
         vocab = self._rank.config.vocab_size
         prompt = tuple((number + 7 * position) % vocab for position in range(prompt_tokens))
@@ -155,7 +155,7 @@ class Profiler:
         engine.add(EngineRequest(str(number), prompt, sampling, HashKey("profile"), use_prefix_cache=False))
 
 
-def _timed(engine: Engine) -> float:
+def _timed(engine: TandemEngine) -> float:
     """Seconds of one step. It ends with the logits on the host, so no device work is still running."""
     started_s = time.perf_counter()
     engine.step()

@@ -14,6 +14,7 @@ import torch
 
 from cluster.backends.rank_process import make_roles
 from tandem.engine.api import StepResult
+from tandem.engine.engine import TandemEngine
 from tandem.engine.output import Launched
 from tandem.engine.step import StepInput
 from tandem.v1 import worker_pb2
@@ -25,6 +26,7 @@ KILLS, RAISES, BREAKS, CRAWLS, HANGS = ([token] * 5 for token in range(7, 12))  
 
 
 def make_failing_roles(parts: RoleParts) -> RoleSet:
+    assert isinstance(parts.engine, TandemEngine)
     runner = parts.engine._runner
     step, launch, layer_done = parts.engine.step, runner.launch, runner._layer_done
     fault, steps = Path(parts.launch.run_dir) / FAULT_FILE, count()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.backends.rank_process import make_roles
+from tandem.engine.engine import TandemEngine
 from tandem.kvcache.block_pool import BlockHold
 from worker.rank import RoleParts, main
 from worker.roles import RoleSet
@@ -14,6 +15,7 @@ LEAK_FILE = "leaks"
 
 
 def make_leaking_roles(parts: RoleParts) -> RoleSet:
+    assert isinstance(parts.engine, TandemEngine)
     pool = parts.engine._scheduler.pool
     release, fault = pool.release, Path(parts.launch.run_dir) / LEAK_FILE
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from router.policies.pace import START_PACE, Pace
+from tandem.engine.api import Capability
 
 WorkerEpoch = tuple[str, int]  # worker id, epoch
 
@@ -43,6 +44,7 @@ class Candidate(msgspec.Struct, frozen=True):
     pace: Pace = START_PACE
     transfer_to: Mapping[WorkerEpoch, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
     bounds_steps: bool = False  # prompts hardly delay its answers (engine.longest_step_s)
+    lacks: frozenset[Capability] = frozenset()  # what its engine cannot do
 
     @property
     def worker_epoch(self) -> WorkerEpoch:

@@ -17,9 +17,12 @@ from router.requests.state_machine import RequestRun
 from router.workers.load_account import Charge
 from tandem.clock import Clock
 from tandem.config.model import Role
-from tandem.errors import ContextExceeded, KvExhausted, TandemError
+from tandem.engine.api import Capability, needed
+from tandem.errors import ContextExceeded, KvExhausted, TandemError, UnsupportedField
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for
+
+_NAMES = {Capability.GRAMMARS: "a constraint of the answer", Capability.PROMPT_LOGPROBS: "logprobs of the prompt"}
 
 
 class FleetView(Protocol):
@@ -111,7 +114,7 @@ class Placer:
         outcome = self.decide(run)
         if isinstance(outcome, Placement):
             return outcome
-        if (refusal := self._too_long(run)) is not None:
+        if (refusal := self._too_long(run) or self._unable(run)) is not None:
             return refusal
         if run.excluded:  # decode workers that failed or refused it are asked again,
             run.excluded -= self._fleet.ready_ids(run.request.model, Role.DECODE)
@@ -251,19 +254,32 @@ class Placer:
         return self._fitting(run, self._fleet.candidates(request.model, Role.DECODE, cached, request.block_tokens))
 
     def _fitting(self, run: RequestRun, candidates: list[Candidate]) -> list[Candidate]:
-        needed = blocks_needed(run)
-        return [each for each in candidates if each.total_blocks >= needed or not each.total_blocks]
+        blocks = blocks_needed(run)
+        fitting = [each for each in candidates if each.total_blocks >= blocks or not each.total_blocks]
+        needs = needed(run.request.sampling)
+        return [each for each in fitting if not needs & each.lacks] if needs else fitting
 
     def _too_long(self, run: RequestRun) -> TandemError | None:
         """A prompt that no decode worker there is could ever hold."""
-        needed, sizes = blocks_needed(run), self._fleet.pool_blocks(run.request.model)
-        if not sizes or any(size >= needed or not size for size in sizes):
+        blocks, sizes = blocks_needed(run), self._fleet.pool_blocks(run.request.model)
+        if not sizes or any(size >= blocks or not size for size in sizes):
             return None
         most = max(sizes) * run.request.block_tokens - 1
         limit = f"expected at most {most} tokens (a worker's KV blocks), got {run.prefill_tokens}"
         if run.answer_tokens:  # the worker that had room for it is gone
             return KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0)
         return ContextExceeded(f"prompt: {limit}", field="prompt")
+
+    def _unable(self, run: RequestRun) -> TandemError | None:
+        """What the engine of no decode worker can do."""
+        if not (needs := needed(run.request.sampling)):
+            return None
+        model, tokens = run.request.model, run.request.block_tokens
+        workers = self._fleet.candidates(model, Role.DECODE, {}, tokens)
+        missing = [each for each in sorted(needs) if workers and all(each in worker.lacks for worker in workers)]
+        if not missing:
+            return None
+        return UnsupportedField(f"expected a request without {_NAMES[missing[0]]}: the engine of {model} has none")
 
     def _query(self, run: RequestRun, avoided: frozenset[str] = frozenset()) -> PlacementQuery:
         request = run.request

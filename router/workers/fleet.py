@@ -17,6 +17,7 @@ from router.workers.health import HealthBoard
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account, Charge
 from tandem.config.model import Role
+from tandem.engine.api import Capability
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2
 
@@ -75,6 +76,7 @@ class Worker:
             pace=self.estimates.pace(),
             transfer_to=self.estimates.transfer_to,
             bounds_steps=self.link.info.bounds_steps,
+            lacks=self.link.lacks,
         )
 
 
@@ -130,7 +132,9 @@ class Fleet:
     def leaving(self) -> list[WorkerKey]:
         """Workers whose requests move to others."""
         return [
-            key for key, worker in self._workers.items() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed
+            key
+            for key, worker in self._workers.items()
+            if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed and Capability.MOVES not in worker.link.lacks
         ]
 
     def workers(self) -> list[Worker]:

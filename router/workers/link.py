@@ -19,6 +19,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
+from tandem.engine.api import Capability
 from tandem.errors import IncompatibleVersions, WorkerDied, WorkerLost
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
@@ -79,6 +80,13 @@ class LinkListener(Protocol):
         """The worker got a request from this router, and had none before."""
 
 
+def lacks(info: cluster_pb2.WorkerInfo) -> frozenset[Capability]:
+    """What the worker's engine cannot do."""
+    if not info.HasField("can"):
+        return frozenset()
+    return frozenset(each for each in Capability if each.value not in info.can.names)
+
+
 class _LinkBroken(Exception):
     pass
 
@@ -89,6 +97,7 @@ class WorkerLink:
     ) -> None:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
+        self.lacks = lacks(info)
         self.load: worker_pb2.WorkerLoad | None = None
         self.meters = MeterHistory()
         self.reaches: frozenset[tuple[str, int]] | None = None

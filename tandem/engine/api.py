@@ -1,4 +1,5 @@
-"""The engine's inputs and outputs. Torch-free, so that workers, tests and the simulator share these types.
+"""The engine's protocol, its inputs and its outputs. Torch-free, so that workers, tests and the simulator share these
+types.
 
 The engine does not import `kvtransfer`; the worker connects the two. For an *export*, an `EngineRequest` with
 `export_from_block` reports every finished range of blocks through a `KvExporter`, layer by layer, and keeps its blocks
@@ -8,8 +9,9 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -22,6 +24,26 @@ from tandem.kvcache.host_tier import NO_TIER, TierCounts
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
 from tandem.scheduler.plan import ExportRange
+
+
+class Capability(StrEnum):
+    """What not every engine can do. Routers place what needs it where it can be done, and never ask which engine that
+    is. Answers, exports, imports, cancels and conserved blocks are every engine's."""
+
+    GRAMMARS = "grammars"  # SamplingParams.grammar
+    PROMPT_LOGPROBS = "prompt_logprobs"  # SamplingParams.prompt_logprobs
+    MOVES = "moves"  # hold, resume and export_held: an answer that has begun goes on at another worker
+
+
+_NOTHING: frozenset[Capability] = frozenset()
+
+
+def needed(sampling: SamplingParams) -> frozenset[Capability]:
+    """What the engines of a request's workers must be able to do."""
+    if sampling.grammar is None and sampling.prompt_logprobs is None:
+        return _NOTHING
+    found = {Capability.GRAMMARS: sampling.grammar, Capability.PROMPT_LOGPROBS: sampling.prompt_logprobs}
+    return frozenset(capability for capability, given in found.items() if given is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +166,106 @@ class StepResult:
     began: tuple[str, ...] = ()
 
 
+class Engine(Protocol):
+    """The engine of one worker, on its leader. Not thread-safe: the step loop owns it."""
+
+    # --- requests
+
+    def add(self, request: EngineRequest) -> None:
+        """Adds a request. Raises InputError, ContextExceeded, UnsupportedField for what needs a Capability that it has
+        not, or KvExhausted if it could never run."""
+        ...
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        """Leases blocks for a prompt whose KV will be imported. Raises as `add`, and KvExhausted if there are too few
+        blocks now."""
+        ...
+
+    def join(self, request_id: str, first_token: int) -> None:
+        """Starts decoding after every reserved block was filled. Raises InputError for a token that the model has
+        not."""
+        ...
+
+    def cancel(self, request_id: str) -> bool:
+        """Removes a request in any state and frees its blocks. Returns False if it is unknown."""
+        ...
+
+    def hold(self, request_id: str) -> bool:
+        """Stops decoding a request and keeps its blocks. Returns False if it is not decoding, and without MOVES."""
+        ...
+
+    def resume(self, request_id: str) -> None:
+        """Resumes decoding a held request."""
+        ...
+
+    def export_held(self, request_id: str, first_block: int) -> int:
+        """Exports a held request's blocks from logical block `first_block` on, with the next step. Returns the number
+        of tokens whose KV they hold."""
+        ...
+
+    def release_export(self, request_id: str) -> None:
+        """Releases an exported prompt's blocks, which the receiver no longer reads."""
+        ...
+
+    # --- steps
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> StepResult:
+        """Runs one step. A failing request does not affect the others. Call it only if `has_work`."""
+        ...
+
+    def collect(self) -> float | None:
+        """Call it before `has_work`. With static and dynamic batching, begins the next batch if it is due, and
+        otherwise returns in how many seconds it will be if no request comes. None: there is none to wait for."""
+        ...
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether requests wait for their batch while nothing can be computed, as while a request is moved. Not with
+        continuous batching, where a worker that computes nothing for waiting requests has stalled."""
+        ...
+
+    def report_layers(self, after_layer: Callable[[], None]) -> None:
+        """Calls `after_layer` during each step, so that a long one shows that it computes."""
+        ...
+
+    def idle_tick(self) -> None:
+        """Called about once a second while there is nothing to do."""
+        ...
+
+    def close(self) -> None:
+        """The last call. Ends what the engine started."""
+        ...
+
+    # --- state
+
+    @property
+    def can(self) -> frozenset[Capability]: ...
+
+    @property
+    def proposer(self) -> str:
+        """The name of what proposes tokens; empty: nothing does."""
+        ...
+
+    @property
+    def preemptions(self) -> int:
+        """Number of preemptions since the start."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What has become findable in the prefix cache, or stopped being so, since the last call."""
+        ...
+
+
 __all__ = [
     "BlockCounts",
     "CacheEvent",
+    "Capability",
+    "Engine",
     "EngineLoad",
     "EngineRequest",
     "ExportRange",
@@ -161,4 +280,5 @@ __all__ = [
     "TierCounts",
     "TokenLogprob",
     "TokenOut",
+    "needed",
 ]

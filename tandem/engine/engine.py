@@ -1,7 +1,4 @@
-"""The engine of one worker, on its leader: combines scheduler, model and sampling in steps.
-
-It is independent of routers and transfers. Not thread-safe: the step loop owns it.
-"""
+"""Tandem's own engine: combines scheduler, model and sampling in steps. It is independent of routers and transfers."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import replace
 
 from tandem.clock import Clock, SystemClock
 from tandem.engine.api import (
+    Capability,
     EngineLoad,
     EngineRequest,
     RequestEnd,
@@ -40,8 +38,10 @@ log = logging.getLogger(__name__)
 _NO_OUTPUT = StepOutput([], [], [])
 
 
-class Engine:
-    """Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
+class TandemEngine:
+    """An `Engine` (tandem/engine/api.py).
+
+    Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
     called after a step failed here; it raises WorkerLost unless the step failed on those ranks at the same place.
     `grammars` None: requests with a grammar are refused. `clock` tells static and dynamic batching how long requests
     wait."""
@@ -70,11 +70,9 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Adds a request. Raises InputError, ContextExceeded, or KvExhausted if it could never run."""
         self._scheduler.add(self._intake.sequence(request))
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        """Leases blocks for a prompt whose KV will be imported. Raises KvExhausted if there are too few now."""
         sequence = self._intake.sequence(request)
         cached_blocks = self._scheduler.reserve(sequence)
         if (copies := self._scheduler.pool.take_copies()) is not None:
@@ -89,18 +87,15 @@ class Engine:
         )
 
     def join(self, request_id: str, first_token: int) -> None:
-        """Starts decoding after every reserved block was filled."""
         self._intake.check_tokens([first_token], "first_token")
         self._scheduler.join(request_id, first_token)
 
     def cancel(self, request_id: str) -> bool:
-        """Removes a request in any state and frees its blocks. Returns False if it is unknown."""
         self._finish_ended()
         self._discard_output(request_id)
         return self._scheduler.cancel(request_id)
 
     def hold(self, request_id: str) -> bool:
-        """Stops decoding a request and keeps its blocks. Returns False if it is not decoding."""
         self._finish_ended()
         held = self._scheduler.hold(request_id)
         if held:
@@ -108,16 +103,12 @@ class Engine:
         return held
 
     def resume(self, request_id: str) -> None:
-        """Resumes decoding a held request."""
         self._scheduler.resume(request_id)
 
     def export_held(self, request_id: str, first_block: int) -> int:
-        """Exports a held request's blocks from logical block `first_block` on, with the next step. Returns the number
-        of tokens whose KV they hold."""
         return self._scheduler.export_held(request_id, first_block)
 
     def release_export(self, request_id: str) -> None:
-        """Releases an exported prompt's blocks, which the receiver no longer reads."""
         self._scheduler.release_export(request_id)
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -127,20 +118,15 @@ class Engine:
         return self._flight is not None or self._scheduler.has_work
 
     def collect(self) -> float | None:
-        """Call it before `has_work`. With static and dynamic batching, begins the next batch if it is due, and
-        otherwise returns in how many seconds it will be if no request comes. None: there is none to wait for."""
         now_s = self._clock.now_s()
         due_s = self._scheduler.collect(now_s)
         return None if due_s is None else due_s - now_s
 
     @property
     def is_collecting(self) -> bool:
-        """Whether requests wait for their batch while nothing can be computed, as while a request is moved. Not with
-        continuous batching, where a worker that computes nothing for waiting requests has stalled."""
         return self._scheduler.batches is not None and self._scheduler.waiting > 0 and not self.has_work
 
     def step(self) -> StepResult:
-        """Runs one step. A failing request does not affect the others."""
         flight = self._flight or self._launcher.launch(self._scheduler.schedule())
         self._flight = self._launcher.launch_ahead(flight)
         result = self._land(flight)
@@ -227,20 +213,26 @@ class Engine:
             self._ending.append(sequence)
 
     def idle_tick(self) -> None:
-        """Sends a heartbeat to waiting followers. Call it about once a second."""
+        """Sends a heartbeat to waiting followers."""
         self._launcher.heartbeat()
 
     def close(self) -> None:
-        """Tells the followers to stop."""
         if self._grammars is not None:
             self._grammars.close()
         self._launcher.stop()
 
     def report_layers(self, after_layer: Callable[[], None]) -> None:
-        """Calls `after_layer` during each step, so that a long one shows that it computes."""
         self._runner.after_layer = after_layer
 
     # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def can(self) -> frozenset[Capability]:
+        return frozenset(Capability) if self._grammars is not None else frozenset(Capability) - {Capability.GRAMMARS}
+
+    @property
+    def proposer(self) -> str:
+        return "" if self.speculator is None else self.speculator.proposer.name
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
@@ -260,7 +252,6 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """Number of preemptions since the start."""
         return self._scheduler.preemptions
 
     def take_cache_events(self) -> list[CacheEvent]:

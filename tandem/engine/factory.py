@@ -20,7 +20,7 @@ from tandem.engine.device.sampler import DrawRows
 from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
 from tandem.engine.drafts.choose import Target, choose_drafts
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
 from tandem.engine.memory import is_out_of_memory, leaves_device_unusable
@@ -57,10 +57,10 @@ class Rank:
     max_model_tokens: int
     runner: ModelRunner
     group: TpGroup | None
-    leader: Engine | None
+    leader: TandemEngine | None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> TandemEngine:
         if self.leader is None:
             raise ConfigError("only rank 0 of a worker has an engine", field="rank")
         return self.leader
@@ -176,7 +176,7 @@ def build_rank(
             batches=BatchRule.of(spec),
             prompt_limit=PromptLimit(spec.longest_step_s, spec.max_step_tokens) if spec.longest_step_s else None,
         )
-        leader = Engine(
+        leader = TandemEngine(
             runner,
             scheduler,
             config.vocab_size,

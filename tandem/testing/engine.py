@@ -10,7 +10,7 @@ from pathlib import Path
 from tandem.config.engine import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
@@ -44,7 +44,7 @@ class NoExport:
 class EngineDriver:
     """Runs an engine's steps and collects its output by request."""
 
-    engine: Engine
+    engine: TandemEngine
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, FinishReason | TandemError | None] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)

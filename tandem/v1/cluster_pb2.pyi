@@ -174,6 +174,7 @@ class WorkerInfo(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     BOUNDS_STEPS_FIELD_NUMBER: _builtins.int
+    CAN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -194,6 +195,10 @@ class WorkerInfo(_message.Message):
     def agents(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgentEndpoint]: ...
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Process]: ...
+    @_builtins.property
+    def can(self) -> Global___Capabilities:
+        """absent: from before there were any; the engine has all of them"""
+
     def __init__(
         self,
         *,
@@ -211,14 +216,39 @@ class WorkerInfo(_message.Message):
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
         bounds_steps: _builtins.bool = ...,
+        can: Global___Capabilities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["can", b"can", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "bounds_steps", b"bounds_steps", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "oldest_protocol", b"oldest_protocol", "processes", b"processes", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "bounds_steps", b"bounds_steps", "can", b"can", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "oldest_protocol", b"oldest_protocol", "processes", b"processes", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class Capabilities(_message.Message):
+    """What not every engine can do. Routers place what needs it on workers whose engine can."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """grammars, prompt_logprobs, moves"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 
 @_typing.final
 class Process(_message.Message):

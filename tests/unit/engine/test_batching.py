@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.grammar.constraint import regex
 from tandem.request import FinishReason, SamplingParams
@@ -22,7 +22,7 @@ SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=12, frequ
 AT_ONCE = {"batching_window_s": 0.0}
 
 
-def without_time(engine: Engine) -> Engine:
+def without_time(engine: TandemEngine) -> TandemEngine:
     """No window ends before its batch is full, however slow the machine is."""
     engine._clock = engine._intake._clock = FakeClock()
     return engine

@@ -10,7 +10,7 @@ import pytest
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
@@ -49,7 +49,7 @@ class Poisoned:
         return launched
 
 
-def engine_of(rank: Rank, runner: Poisoned, *, followers: bool = False) -> Engine:
+def engine_of(rank: Rank, runner: Poisoned, *, followers: bool = False) -> TandemEngine:
     scheduler = Scheduler(
         BlockPool(rank.layout.num_blocks), block_tokens=16, max_running_requests=8, max_step_tokens=128,
         max_model_tokens=rank.max_model_tokens,
@@ -59,7 +59,7 @@ def engine_of(rank: Rank, runner: Poisoned, *, followers: bool = False) -> Engin
         raise WorkerLost("only this rank failed")
 
     told = (lambda step: None) if followers else None
-    return Engine(runner, scheduler, VOCAB, told, differ if followers else None)  # type: ignore[arg-type]
+    return TandemEngine(runner, scheduler, VOCAB, told, differ if followers else None)  # type: ignore[arg-type]
 
 
 def prompt_of(number: int) -> list[int]:
@@ -169,7 +169,7 @@ def test_an_error_of_the_scheduler_ends_the_request_that_it_came_up_for(
 ) -> None:
     paged = PagedPath(plain_attention, EagerRecorder()) if ahead else None
     rank = single_rank(model_dir, tmp_path / "rendezvous", paged=paged)
-    driver = EngineDriver(Engine(rank.runner, FailsFor(rank, part, call), VOCAB, None))
+    driver = EngineDriver(TandemEngine(rank.runner, FailsFor(rank, part, call), VOCAB, None))
     driver.add("first", prompt_of(1), GREEDY)
     driver.add("poisoned", [5, POISON, 6], GREEDY)
     driver.run()

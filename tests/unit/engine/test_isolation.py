@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.output import Launched, best_of, launched
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_step, encode_step
 from tandem.errors import InternalError, WorkerLost
@@ -39,11 +39,11 @@ class BrokenFor:
         return launched(step.sequences, logits, best, best, [])
 
 
-def make_engine(told: list[StepInput] | None = None) -> Engine:
+def make_engine(told: list[StepInput] | None = None) -> TandemEngine:
     scheduler = Scheduler(
         BlockPool(8), block_tokens=16, max_running_requests=4, max_step_tokens=64, max_model_tokens=100
     )
-    return Engine(BrokenFor(), scheduler, VOCAB, told.append if told is not None else None)  # type: ignore[arg-type]
+    return TandemEngine(BrokenFor(), scheduler, VOCAB, told.append if told is not None else None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -101,7 +101,7 @@ def test_closing_after_the_followers_are_gone_is_quiet() -> None:
         raise WorkerLost("a rank is gone")
 
     scheduler = Scheduler(BlockPool(8), 16, 4, 64, 100)
-    engine = Engine(BrokenFor(), scheduler, VOCAB, gone)  # type: ignore[arg-type]
+    engine = TandemEngine(BrokenFor(), scheduler, VOCAB, gone)  # type: ignore[arg-type]
     with pytest.raises(WorkerLost):
         engine.idle_tick()
     engine.close()

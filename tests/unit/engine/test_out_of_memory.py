@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.engine.api import ExportRange
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
@@ -47,13 +47,13 @@ class ShortOfMemory:
         return launched
 
 
-def engine_of(rank: Rank, is_too_much: Callable[[StepInput], bool], *, followers: bool = False) -> Engine:
+def engine_of(rank: Rank, is_too_much: Callable[[StepInput], bool], *, followers: bool = False) -> TandemEngine:
     scheduler = Scheduler(
         BlockPool(rank.layout.num_blocks), block_tokens=16, max_running_requests=8, max_step_tokens=128,
         max_model_tokens=rank.max_model_tokens,
     )  # fmt: skip
     runner = ShortOfMemory(rank.runner, is_too_much)
-    return Engine(runner, scheduler, VOCAB, (lambda step: None) if followers else None)  # type: ignore[arg-type]
+    return TandemEngine(runner, scheduler, VOCAB, (lambda step: None) if followers else None)  # type: ignore[arg-type]
 
 
 def most_tokens(most: int) -> Callable[[StepInput], bool]:

@@ -13,7 +13,7 @@ import torch
 from tandem.engine.api import Proposals, StepResult
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
 from tandem.engine.step import StepInput
@@ -62,7 +62,7 @@ class Scripted(Speculator):
         return tuple(proposed)
 
 
-def scripted(engine: Engine, speculator: Speculator) -> EngineDriver:
+def scripted(engine: TandemEngine, speculator: Speculator) -> EngineDriver:
     engine._scheduler.speculator = speculator
     return EngineDriver(engine)
 
@@ -150,7 +150,7 @@ def test_look_up_finds_what_came_before(make: Callable[..., Rank], kv_dtype: str
 class Counting(EngineDriver):
     """Counts proposals by request, and steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TandemEngine) -> None:
         super().__init__(engine)
         self.proposals: dict[str, list[Proposals]] = {}
         self.steps = 0
@@ -299,7 +299,7 @@ def test_a_grammar_refuses_what_it_would_without_proposals(tmp_path: Path, seed:
     )  # fmt: skip
     requests = {str(n): (prompt(n, seed), ended) for n in (3, 20)}
 
-    def engine(name: str, **options: str) -> Engine:
+    def engine(name: str, **options: str) -> TandemEngine:
         found = single_rank(model, tmp_path / name, batch_invariant=True, **options).engine  # type: ignore[arg-type]
         return found
 

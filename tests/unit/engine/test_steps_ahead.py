@@ -16,7 +16,7 @@ from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device import sampler as device_sampler
 from tandem.engine.device.graph_recorder import EagerRecorder
-from tandem.engine.engine import Engine
+from tandem.engine.engine import TandemEngine
 from tandem.engine.output import Launched, StepOutput
 from tandem.engine.step import StepInput
 from tandem.errors import InternalError
@@ -37,7 +37,7 @@ Requests = dict[str, tuple[list[int], SamplingParams]]
 class Watched:
     """An engine that looks ahead; `ahead` counts how often it did."""
 
-    engine: Engine
+    engine: TandemEngine
     told: list[StepInput] = field(default_factory=list)
 
     @property
@@ -151,7 +151,7 @@ def test_whoever_comes_leaves_or_is_held_meanwhile(
     assert ours.ahead
 
 
-@pytest.mark.parametrize("ask", [Engine.hold, Engine.cancel])
+@pytest.mark.parametrize("ask", [TandemEngine.hold, TandemEngine.cancel])
 def test_who_has_ended_can_neither_be_held_nor_cancelled(
     watched: Callable[..., Watched], requests: Requests, expected: dict[str, list[int]], ask: Callable[..., bool]
 ) -> None:

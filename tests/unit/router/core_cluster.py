@@ -5,7 +5,7 @@ Fleet, accounts, policy, admission, metrics and traces are the router's own. Wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -34,6 +34,7 @@ from router.workers.link import WorkerLink
 from router.workers.load_account import Account
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec
+from tandem.engine.api import Capability
 from tandem.errors import KvExhausted, TandemError, WorkerLost
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
@@ -233,12 +234,13 @@ class CoreCluster:
         for name in workers:
             self.add(name)
 
-    def add(self, name: str, epoch: int = 1) -> CoreWorker:
+    def add(self, name: str, epoch: int = 1, can: Iterable[Capability] = Capability) -> CoreWorker:
         """A worker joins, with its link up."""
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         info = cluster_pb2.WorkerInfo(
-            worker_id=name, epoch=epoch, model=MODEL, role=_ROLES[role], total_blocks=TOTAL_BLOCKS
-        )
+            worker_id=name, epoch=epoch, model=MODEL, role=_ROLES[role], total_blocks=TOTAL_BLOCKS,
+            can=cluster_pb2.Capabilities(names=can),
+        )  # fmt: skip
         link = WorkerLink(info, "router-0", self.fleet)
         link.ready = True
         worker = Worker(link, role, Account(), self.fleet.estimates.worker(MODEL, role))

@@ -1,0 +1,199 @@
+"""A worker with another engine than ours: leader, roles and handoffs use `tandem.engine.api.Engine` alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from cluster.backends.rank_process import make_roles
+from kvtransfer.control import (
+    CloseReceive,
+    CloseSend,
+    OpenReceive,
+    OpenSend,
+    ReceiveClosed,
+    Received,
+    SendClosed,
+    Sent,
+)
+from tandem.clock import SystemClock
+from tandem.engine.api import Engine, ExportRange
+from tandem.engine.step_work import WorkShape
+from tandem.testing.small_engine import BLOCK_TOKENS, SmallEngine, answer_of
+from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
+from worker.agents import Agents
+from worker.inbox import AgentMessage, Inbox, Stop
+from worker.io_thread import ServiceLink
+from worker.leader import Leader, make_requests
+from worker.messages import FromRouter, SessionOpened, ToRouter
+from worker.meters import StepMeters
+from worker.rank import RoleParts
+from worker.roles import WorkerIdentity
+
+SESSION = 1
+TIMEOUT_S = 30.0
+PROMPT = [5, 17, 80, 3, 44, 91, 2]
+
+
+class Service(ServiceLink):
+    """The worker's service, as a queue of the frames for its router."""
+
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue[worker_pb2.WorkerFrame] = queue.SimpleQueue()
+
+    def send(self, message: msgspec.Struct) -> None:
+        if isinstance(message, ToRouter):
+            self.frames.put(worker_pb2.WorkerFrame.FromString(message.frame))
+
+    def flush(self) -> None:
+        """Frames wait for nothing."""
+
+
+@dataclass
+class Agent:
+    """Plays the transfer agent beside a worker's rank. Takes orders in the leader's thread, and copies blocks at once.
+    Of two workers, each is the other's `peer`."""
+
+    inbox: Inbox
+    peer: Agent | None = None
+    engine: SmallEngine | None = None
+    to_send: dict[str, OpenSend] = field(default_factory=dict)  # by export id
+    to_receive: dict[int, OpenReceive] = field(default_factory=dict)  # by number of prompt tokens
+    pid = None
+
+    def send(self, message: msgspec.Struct) -> None:
+        match message:
+            case OpenSend():
+                self.to_send[message.export_id] = message
+            case OpenReceive():
+                self.to_receive[message.prompt_tokens] = message
+            case CloseSend(ticket_id=ticket_id):
+                self.inbox.put(AgentMessage(0, SendClosed(ticket_id)))
+            case CloseReceive(ticket_id=ticket_id):
+                self.inbox.put(AgentMessage(0, ReceiveClosed(ticket_id)))
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        """As the engine's KvExporter."""
+        assert self.peer is not None
+        assert self.engine is not None
+        assert self.peer.engine is not None
+        for told in ranges:
+            order = self.to_send[told.request_id]
+            opened = self.peer.to_receive[order.prompt_tokens]
+            for source, target in zip(told.block_ids, opened.block_ids, strict=True):
+                self.peer.engine.kv[target][:] = self.engine.kv[source]
+            self.peer.inbox.put(AgentMessage(0, Received(opened.ticket_id, 1, len(told.block_ids), 1, 0.0)))
+            self.inbox.put(AgentMessage(0, Sent(order.ticket_id, 1, 1)))
+
+    def layer_done(self, layer: int) -> None:
+        """The engine has one layer."""
+
+
+class Worker:
+    """One worker's leader in a thread of its own. `router` is the only session's other end."""
+
+    def __init__(self, name: str, blocks: int = 32) -> None:
+        self.inbox, self.service = Inbox(), Service()
+        self.agent = Agent(self.inbox)
+        self.engine = SmallEngine(blocks, self.agent)
+        self.agent.engine = self.engine
+        engine: Engine = self.engine
+        identity = WorkerIdentity(name, 1, 1, "model", BLOCK_TOKENS, bytes(32))
+        requests, agents = make_requests(self.service), Agents([self.agent], SystemClock())
+        launch = cast(Any, SimpleNamespace(transfer=SimpleNamespace(ticket_ttl_s=60.0)))
+        roles = make_roles(RoleParts(launch, identity, engine, agents, requests))
+        meters = StepMeters(WorkShape(1, 1, 1, 1.0, 1.0), peak_flops_per_s=1.0, peak_memory_bytes_per_s=1.0)
+        info = cluster_pb2.WorkerInfo(worker_id=name, epoch=1)
+        leader = Leader(identity, info, engine, agents, requests, roles, self.inbox, self.service, meters)
+        self._thread = threading.Thread(target=leader.run)
+        self._thread.start()
+        self.inbox.put(SessionOpened(SESSION, "router"))
+
+    def send(self, **frame: Any) -> None:
+        self.inbox.put(FromRouter(SESSION, worker_pb2.RouterFrame(**frame).SerializeToString()))
+
+    def frames(self) -> Iterator[worker_pb2.WorkerFrame]:
+        while True:
+            yield self.service.frames.get(timeout=TIMEOUT_S)
+
+    def tokens_until_end(self) -> tuple[list[int], worker_pb2.Ended]:
+        tokens: list[int] = []
+        for frame in self.frames():
+            tokens += [each.token_id for each in frame.tokens]
+            if frame.ended:
+                return tokens, frame.ended[0]
+        raise AssertionError
+
+    def stop(self) -> None:
+        self.inbox.put(Stop("the test is over"))
+        self._thread.join(TIMEOUT_S)
+        blocks = self.engine.load().blocks
+        assert blocks.conserved
+        assert blocks.free == blocks.total
+
+
+def work(name: str, tokens: int, **sampling: Any) -> worker_pb2.Work:
+    return worker_pb2.Work(
+        request_id=name, prompt=PROMPT, sampling=worker_pb2.ResolvedSampling(max_tokens=tokens, top_p=1.0, **sampling)
+    )
+
+
+@pytest.fixture
+def workers() -> Iterator[tuple[Worker, Worker]]:
+    prefill, decode = Worker("prefill-0"), Worker("decode-0")
+    prefill.agent.peer, decode.agent.peer = decode.agent, prefill.agent
+    try:
+        yield prefill, decode
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
+def test_another_engine_answers(workers: tuple[Worker, Worker]) -> None:
+    _, decode = workers
+    decode.send(generate=worker_pb2.Generate(work=work("r", 9)))
+    tokens, ended = decode.tokens_until_end()
+    assert tokens == answer_of(PROMPT, 9)
+    assert ended.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+def test_another_engines_blocks_are_handed_off(workers: tuple[Worker, Worker]) -> None:
+    prefill, decode = workers
+    reserve = worker_pb2.Reserve(work=work("r", 9), prefill_worker="prefill-0", prefill_epoch=1, use_prefix_cache=True)
+    decode.send(reserve=reserve)
+    ticket = next(frame.reserved[0].ticket for frame in decode.frames() if frame.reserved)
+    prefill.send(prefill=worker_pb2.Prefill(work=work("r", 9), ticket=ticket))
+    first = next(frame.tokens[0].token_id for frame in prefill.frames() if frame.tokens)
+    decode.send(join=worker_pb2.Join(request_id="r", first_token=first))
+    rest, ended = decode.tokens_until_end()
+    assert [first, *rest] == answer_of(PROMPT, 9)
+    assert ended.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+def test_what_an_engine_cannot_do_is_refused_by_name_and_an_answer_stays_where_it_is(
+    workers: tuple[Worker, Worker],
+) -> None:
+    _, decode = workers
+    decode.send(generate=worker_pb2.Generate(work=work("r", 4, grammar="{}")))
+    _, ended = decode.tokens_until_end()
+    assert (ended.error.code, "grammars" in ended.error.message) == ("unsupported_field", True)
+    decode.send(hold=worker_pb2.Hold(request_id="r"))
+    assert not next(frame.held[0].held for frame in decode.frames() if frame.held)
+
+
+def test_a_cancelled_reservation_frees_its_blocks_once_no_agent_writes_to_them(workers: tuple[Worker, Worker]) -> None:
+    _, decode = workers
+    reserve = worker_pb2.Reserve(work=work("r", 9), prefill_worker="prefill-0", prefill_epoch=1)
+    decode.send(reserve=reserve)
+    next(frame for frame in decode.frames() if frame.reserved)
+    assert decode.engine.load().blocks.leased
+    decode.send(cancel=worker_pb2.Cancel(request_id="r"))
+    _, ended = decode.tokens_until_end()
+    assert ended.error.code == "cancelled"
