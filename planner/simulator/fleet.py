@@ -23,6 +23,7 @@ from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
 from router.workers.load_account import Charge
 from tandem.config.model import Role
+from tandem.engine.api import Capability
 
 WHOLE_POOL = 24  # in pools up to this size, every worker is a candidate
 SHORTLIST = 20  # candidates of a larger pool: simulated p90 TTFT within 2 % of the whole pool's
@@ -109,6 +110,10 @@ class SimFleet:
     def pool_blocks(self, model: str) -> list[int]:
         """One entry: the workers of a pool are alike."""
         return [self._setup.decode.kv_tokens // self._setup.block_tokens] if self._by_role[Role.DECODE] else []
+
+    def lacks(self, model: str) -> list[frozenset[Capability]]:
+        """Nothing: its engines are ours."""
+        return []
 
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(self._by_role[role])

@@ -55,14 +55,14 @@ class WriteBatcher:
     wait for it. `arrived`: how often something came for any stream, since the last flush."""
 
     def __init__(self, pauses: WritePauses | None = None) -> None:
-        self._pauses = pauses or WritePauses()
+        self.pauses = pauses or WritePauses()
         self.arrived = 0
         self._due: list[_StreamWriter] = []
         self._paused: deque[tuple[float, _StreamWriter]] = deque()  # with the ends of their pauses
 
     def add(self, writer: _StreamWriter) -> None:
         """`writer` has something to write."""
-        if self._pauses.pause_s and self._pauses_before(writer):
+        if self.pauses.pause_s and self._pauses_before(writer):
             return
         if not self._due:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -73,7 +73,7 @@ class WriteBatcher:
         loop = asyncio.get_running_loop()
         if not self._paused:
             self._measure()  # perhaps all streams were idle since the last time
-        pause_s, now_s = self._pauses.pause_s, loop.time()
+        pause_s, now_s = self.pauses.pause_s, loop.time()
         if now_s - writer.written_s >= pause_s or writer.is_ending:
             return False
         if not self._paused:
@@ -95,16 +95,12 @@ class WriteBatcher:
         self._write(due)
 
     def _write(self, due: list[_StreamWriter]) -> None:
-        if self._pauses.pause_s:
-            now_s = asyncio.get_running_loop().time()
-            for writer in due:
-                writer.written_s = now_s
         for_each_in_turns(due, _StreamWriter.flush)
         self._measure()
 
     def _measure(self) -> None:
         arrived, self.arrived = self.arrived, 0
-        self._pauses.measure(arrived)
+        self.pauses.measure(arrived)
 
 
 class SseResponse(Response):
@@ -159,7 +155,9 @@ class _StreamWriter:
         self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: TandemError | None = None
-        self.written_s = 0.0  # on the event loop's clock; set while the router is busy
+        self.written_s = (
+            0.0  # on the event loop's clock; 0.0: the router was not busy then, so the next write needs no pause
+        )
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
         self._slicing: asyncio.Task[None] | None = None
@@ -230,6 +228,8 @@ class _StreamWriter:
         first, is_done = next_slice(rest)
         if first:
             self._connection.write_chunk(first)
+            if self._batcher.pauses.pause_s:
+                self.written_s = self.ended.get_loop().time()
         if not is_done:
             self._slicing = asyncio.create_task(self._write_rest(Slices(rest), is_last))
         elif is_last:

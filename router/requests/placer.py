@@ -44,6 +44,10 @@ class FleetView(Protocol):
         """KV blocks of the decode workers that can take a request now; 0: not known."""
         ...
 
+    def lacks(self, model: str) -> Sequence[frozenset[Capability]]:
+        """What the engine of each decode worker cannot do, those included that take no request now."""
+        ...
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]: ...
 
     def answer_tokens(self, model: str) -> int:
@@ -256,7 +260,7 @@ class Placer:
     def _fitting(self, run: RequestRun, candidates: list[Candidate]) -> list[Candidate]:
         blocks = blocks_needed(run)
         fitting = [each for each in candidates if each.total_blocks >= blocks or not each.total_blocks]
-        needs = needed(run.request.sampling)
+        needs = _needs(run)
         return [each for each in fitting if not needs & each.lacks] if needs else fitting
 
     def _too_long(self, run: RequestRun) -> TandemError | None:
@@ -271,21 +275,28 @@ class Placer:
         return ContextExceeded(f"prompt: {limit}", field="prompt")
 
     def _unable(self, run: RequestRun) -> TandemError | None:
-        """What the engine of no decode worker can do."""
-        if not (needs := needed(run.request.sampling)):
+        """What the engine of no decode worker can do, those included that take no request now. An answer that has
+        begun waits for a worker as its first was."""
+        if run.answer_tokens or not (needs := _needs(run)):
             return None
-        model, tokens = run.request.model, run.request.block_tokens
-        workers = self._fleet.candidates(model, Role.DECODE, {}, tokens)
-        missing = [each for each in sorted(needs) if workers and all(each in worker.lacks for worker in workers)]
-        if not missing:
+        lacking = [needs & lacks for lacks in self._fleet.lacks(run.request.model)]
+        if not lacking or not all(lacking):
             return None
-        return UnsupportedField(f"expected a request without {_NAMES[missing[0]]}: the engine of {model} has none")
+        fewest = min(lacking, key=len)
+        named = " and ".join(_NAMES[each] for each in sorted(fewest))
+        return UnsupportedField(f"expected a request without {named}: no engine of {run.request.model} can do that")
 
     def _query(self, run: RequestRun, avoided: frozenset[str] = frozenset()) -> PlacementQuery:
         request = run.request
         left = request.sampling.max_tokens - run.answer_tokens
         expected = min(left, self._fleet.answer_tokens(request.model))
         return PlacementQuery(run.prefill_tokens, run.excluded | avoided, expected, request.session, self._placed)
+
+
+def _needs(run: RequestRun) -> frozenset[Capability]:
+    """Of the engines of its next workers. The scores of a prompt come with the first token."""
+    needs = needed(run.request.sampling)
+    return needs - {Capability.PROMPT_LOGPROBS} if needs and run.answer_tokens else needs
 
 
 def blocks_needed(run: RequestRun) -> int:

@@ -178,6 +178,13 @@ class Fleet:
     def pool_blocks(self, model: str) -> list[int]:
         return [worker.total_blocks for worker in self.ready(model, Role.DECODE)]
 
+    def lacks(self, model: str) -> list[frozenset[Capability]]:
+        return [
+            worker.link.lacks
+            for worker in self._workers.values()
+            if worker.listed and worker.role is Role.DECODE and worker.link.info.model == model
+        ]
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(worker.key.worker_id for worker in self.ready(model, role))
 

@@ -40,10 +40,12 @@ _NOTHING: frozenset[Capability] = frozenset()
 
 def needed(sampling: SamplingParams) -> frozenset[Capability]:
     """What the engines of a request's workers must be able to do."""
-    if sampling.grammar is None and sampling.prompt_logprobs is None:
-        return _NOTHING
-    found = {Capability.GRAMMARS: sampling.grammar, Capability.PROMPT_LOGPROBS: sampling.prompt_logprobs}
-    return frozenset(capability for capability, given in found.items() if given is not None)
+    needs = _NOTHING
+    if sampling.grammar is not None:
+        needs |= {Capability.GRAMMARS}
+    if sampling.prompt_logprobs is not None:
+        needs |= {Capability.PROMPT_LOGPROBS}
+    return needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,8 @@ class Engine(Protocol):
         ...
 
     def join(self, request_id: str, first_token: int) -> None:
-        """Starts decoding after every reserved block was filled. Raises InputError for a token that the model has
-        not."""
+        """Starts decoding after every reserved block was filled. Raises InputError for a token that the model has not,
+        and for a request that ends with its first token; it then stays reserved."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -200,7 +202,7 @@ class Engine(Protocol):
 
     def export_held(self, request_id: str, first_block: int) -> int:
         """Exports a held request's blocks from logical block `first_block` on, with the next step. Returns the number
-        of tokens whose KV they hold."""
+        of tokens whose KV they hold. Raises InputError if it is not held."""
         ...
 
     def release_export(self, request_id: str) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tandem.errors import InputError, RequestFailed
+from tandem.errors import InputError, RequestFailed, UnsupportedField
 from tandem.grammar.compiler import MAX_FORCED_TOKENS, Allowed, GrammarCompiler, Matcher
 
 MASK_WAIT_S = 0.005  # of a step, for all its masks
@@ -264,4 +264,4 @@ def _yield_to_model() -> None:
 
 
 def no_grammars() -> InputError:
-    return InputError("grammar: this worker's model has no tokenizer that grammars could use", field="grammar")
+    return UnsupportedField("grammar: this worker's model has no tokenizer that grammars could use", field="grammar")

@@ -97,6 +97,8 @@ class SmallEngine:
     def join(self, request_id: str, first_token: int) -> None:
         if not 0 <= first_token < VOCAB:
             raise InputError(f"first_token: expected token ids from 0 to {VOCAB - 1}", field="first_token")
+        if self._leased[request_id].given.sampling.max_tokens <= 1:
+            raise InputError(f"{request_id}: expected a request of several tokens")
         joined = self._leased.pop(request_id)
         joined.is_reserved = False
         joined.answered.append(first_token)

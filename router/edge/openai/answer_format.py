@@ -110,6 +110,7 @@ def event_pieces(event: AnswerStruct) -> Iterator[bytes]:
 
 
 DONE = b"data: [DONE]\n\n"
+FEW_PIECES = 32  # of one arrival: made at once
 _TEXT = "\x00"
 _TEXT_JSON = msgspec.json.encode(_TEXT)
 
@@ -189,7 +190,8 @@ class ChatFormat:
             made = self._scored(arrival)
         else:
             event_of = self._text_events[index]
-            made = [event_of(piece.text) for piece in arrival.pieces if piece.text]
+            events = (event_of(piece.text) for piece in arrival.pieces if piece.text)
+            made = list(events) if len(arrival.pieces) <= FEW_PIECES else events  # a list costs less
         if final is None:
             return made
         return chain(made, [self._chunk(index, ChunkDelta(), None, ChatFinishReason(final.reason))])

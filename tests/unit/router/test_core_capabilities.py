@@ -44,7 +44,7 @@ def test_what_no_worker_can_do_is_refused_at_once_and_by_name() -> None:
     cluster.run()
     for asked, name in ((constrained, "a constraint of the answer"), (scored, "logprobs of the prompt")):
         assert asked.error.code is ErrorCode.UNSUPPORTED_FIELD
-        assert asked.error.message == f"expected a request without {name}: the engine of tiny has none"
+        assert asked.error.message == f"expected a request without {name}: no engine of tiny can do that"
     assert plain.tokens == [70, 71, 72, 73]
     assert len(unable.frames("reserve")) == 1
     cluster.check_settled()
@@ -58,6 +58,40 @@ def test_a_request_waits_for_a_worker_that_can_while_all_others_are_gone() -> No
     cluster.run()
     assert asked.tokens == [70, 71, 72, 73]
     cluster.check_settled()
+
+
+def test_a_request_waits_for_the_worker_that_can_while_that_one_takes_none() -> None:
+    cluster = CoreCluster("p0", "d0")
+    cluster.add("d1", can=())
+    able = cluster.worker("d0").worker
+    able.drain = cluster_pb2.DRAIN_FINISH
+    asked = cluster.ask(sampling=CONSTRAINED)
+    cluster.run(1.0)
+    able.drain = cluster_pb2.DRAIN_NONE
+    cluster.pump()
+    cluster.run()
+    assert asked.tokens == [70, 71, 72, 73]
+    cluster.check_settled()
+
+
+def test_two_needs_that_no_single_worker_meets_are_refused() -> None:
+    cluster = CoreCluster("p0")
+    for name, can in (("d0", Capability.GRAMMARS), ("d1", Capability.PROMPT_LOGPROBS)):
+        cluster.add(name, can={can})
+    asked = cluster.ask(sampling=SamplingParams(max_tokens=4, grammar="{}", prompt_logprobs=1))
+    cluster.run()
+    assert asked.error.code is ErrorCode.UNSUPPORTED_FIELD
+    cluster.check_settled()
+
+
+def test_an_answer_whose_prompt_was_scored_no_longer_needs_a_worker_that_can_score() -> None:
+    cluster = CoreCluster("p0", "d0")
+    run = cluster.ask(sampling=SCORED).run
+    cluster.add("d1", can=OTHERS - {Capability.PROMPT_LOGPROBS})
+    placer = cluster.core.placer
+    assert [each.worker_id for each in placer._decode_candidates(run)] == ["d0"]
+    run._answer.append(70)
+    assert [each.worker_id for each in placer._decode_candidates(run)] == ["d0", "d1"]
 
 
 def test_answers_are_not_moved_off_a_worker_whose_engine_cannot_move_them() -> None:

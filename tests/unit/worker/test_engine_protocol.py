@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from kvtransfer.control import (
     Sent,
 )
 from tandem.clock import SystemClock
-from tandem.engine.api import Engine, ExportRange
+from tandem.engine.api import Engine, ExportRange, StepResult
 from tandem.engine.step_work import WorkShape
 from tandem.testing.small_engine import BLOCK_TOKENS, SmallEngine, answer_of
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
@@ -112,7 +113,7 @@ class Worker:
         meters = StepMeters(WorkShape(1, 1, 1, 1.0, 1.0), peak_flops_per_s=1.0, peak_memory_bytes_per_s=1.0)
         info = cluster_pb2.WorkerInfo(worker_id=name, epoch=1)
         leader = Leader(identity, info, engine, agents, requests, roles, self.inbox, self.service, meters)
-        self._thread = threading.Thread(target=leader.run)
+        self._thread = threading.Thread(target=leader.run, daemon=True)
         self._thread.start()
         self.inbox.put(SessionOpened(SESSION, "router"))
 
@@ -134,6 +135,9 @@ class Worker:
     def stop(self) -> None:
         self.inbox.put(Stop("the test is over"))
         self._thread.join(TIMEOUT_S)
+
+    def check_at_rest(self) -> None:
+        assert not self._thread.is_alive()
         blocks = self.engine.load().blocks
         assert blocks.conserved
         assert blocks.free == blocks.total
@@ -154,6 +158,8 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
     finally:
         prefill.stop()
         decode.stop()
+    prefill.check_at_rest()
+    decode.check_at_rest()
 
 
 def test_another_engine_answers(workers: tuple[Worker, Worker]) -> None:
@@ -177,15 +183,36 @@ def test_another_engines_blocks_are_handed_off(workers: tuple[Worker, Worker]) -
     assert ended.finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
-def test_what_an_engine_cannot_do_is_refused_by_name_and_an_answer_stays_where_it_is(
-    workers: tuple[Worker, Worker],
-) -> None:
+def test_what_an_engine_cannot_do_is_refused_by_name(workers: tuple[Worker, Worker]) -> None:
     _, decode = workers
     decode.send(generate=worker_pb2.Generate(work=work("r", 4, grammar="{}")))
     _, ended = decode.tokens_until_end()
     assert (ended.error.code, "grammars" in ended.error.message) == ("unsupported_field", True)
-    decode.send(hold=worker_pb2.Hold(request_id="r"))
-    assert not next(frame.held[0].held for frame in decode.frames() if frame.held)
+
+
+def test_an_answer_that_cannot_be_moved_stays_where_it_is(workers: tuple[Worker, Worker]) -> None:
+    _, decode = workers
+    step, steps, asked = decode.engine.step, count(), list[str]()
+
+    def step_and_ask() -> StepResult:
+        if next(steps) == 2:  # it decodes; the frame is read before the next step
+            decode.send(hold=worker_pb2.Hold(request_id="r"))
+        return step()
+
+    def hold(request_id: str) -> bool:
+        asked.append(request_id)
+        return SmallEngine.hold(decode.engine, request_id)
+
+    decode.engine.step, decode.engine.hold = step_and_ask, hold  # type: ignore[method-assign]
+    decode.send(generate=worker_pb2.Generate(work=work("r", 9)))
+    held: list[bool] = []
+    tokens: list[int] = []
+    for frame in decode.frames():
+        held += [each.held for each in frame.held]
+        tokens += [each.token_id for each in frame.tokens]
+        if frame.ended:
+            break
+    assert (len(asked), held, tokens) == (1, [False], answer_of(PROMPT, 9))
 
 
 def test_a_cancelled_reservation_frees_its_blocks_once_no_agent_writes_to_them(workers: tuple[Worker, Worker]) -> None:
