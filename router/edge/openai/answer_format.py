@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -140,6 +141,10 @@ class UsageField:
         if self.is_each:
             self._tokens += sum(len(piece.tokens) for piece in arrival.pieces)
 
+    def text_event(self, make: Callable[[str], bytes]) -> Callable[[str], bytes]:
+        """As `make`, which gives the event of a text; faster unless the usage differs in each."""
+        return make if self.is_each else TextEventTemplate(make).fill
+
     def now(self) -> CompletionUsage | UnsetType | None:
         if self.is_each:
             return completion_usage(Usage(self._answers.prompt_tokens, self._tokens, 0))
@@ -166,10 +171,7 @@ class ChatFormat:
         self._readers = [answers.reader(index) for index in range(len(answers.submitted))]
 
     def _text_event(self, index: int) -> Callable[[str], bytes]:
-        def make(text: str) -> bytes:
-            return self._chunk(index, ChunkDelta(content=text))
-
-        return make if self._usage.is_each else TextEventTemplate(make).fill
+        return self._usage.text_event(lambda text: self._chunk(index, ChunkDelta(content=text)))
 
     def begin(self) -> list[bytes]:
         first = ChunkDelta(role="assistant", content="")
@@ -281,13 +283,9 @@ class CompletionFormat:
         self._started: set[int] = set()
         self._id = f"cmpl-{answers.request_id}"
         self._created = int(time.time())
-        self._texts = [
-            TextEventTemplate(lambda text, at=index: self._chunk(at, text))  # type: ignore[misc]
-            for index in range(len(answers.submitted))
+        self._text_events = [
+            self._usage.text_event(partial(self._chunk, index)) for index in range(len(answers.submitted))
         ]
-
-    def _text(self, index: int, text: str) -> bytes:
-        return self._chunk(index, text) if self._usage.is_each else self._texts[index].fill(text)
 
     def begin(self) -> list[bytes]:
         return []
@@ -304,7 +302,7 @@ class CompletionFormat:
                 if logprobs is not None:
                     yield self._chunk(arrival.index, text, logprobs)
                 elif text:
-                    yield self._text(arrival.index, text)
+                    yield self._text_events[arrival.index](text)
             if arrival.final is not None:
                 yield self._chunk(arrival.index, "", None, self._reason(arrival.final.reason))
 
