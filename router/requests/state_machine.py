@@ -25,7 +25,7 @@ from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
 from router.requests.protocols import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, MAX_DEATHS, REFUSALS, Retry, retry_of
-from router.requests.timeline import RunTimeline
+from router.requests.timeline import AttemptTimes, RunTimeline
 from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, RequestQuarantined, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.text.words import plural
@@ -69,10 +69,7 @@ class RequestRun:
         self._on: list[tuple[WorkerKey, str]] = []  # workers that may have it, with its wire id there
         self._move: Move | None = None
         self._timeline = RunTimeline.open(now_s)
-        self._attempt_dispatched_s = now_s
-        self._attempt_first_token_s: float | None = None
-        self._attempt_joined_s: float | None = None
-        self._prefill_sent_s: float | None = None
+        self._attempt_times = AttemptTimes(now_s)
         self._now_s = now_s  # of the event being handled
 
     @property
@@ -204,7 +201,7 @@ class RequestRun:
         self._wire_id = self._next_wire_id()
         self.decode, self.prefill = event.decode, event.prefill
         self._resumed_at = len(self._answer)
-        self._attempt_first_token_s = self._attempt_joined_s = self._prefill_sent_s = None
+        self._attempt_times = AttemptTimes(self._now_s)
         self._is_paced = False
         if not self._answer:
             self._timeline.dispatched_s = self._now_s
@@ -227,7 +224,7 @@ class RequestRun:
         self._open(act.Reserve(decode, self._wire_id, prefill, len(self._answer)))
 
     def _begin_attempt(self, decode: WorkerKey, prefill: WorkerKey | None) -> None:
-        self._attempt_dispatched_s = self._now_s
+        self._attempt_times.dispatched_s = self._now_s
         self._actions.append(act.AttemptStarted(self._wire_id, decode, prefill))
 
     def _on_reserved(self, event: ev.Reserved) -> None:
@@ -242,7 +239,7 @@ class RequestRun:
         if not self._answer:
             self._timeline.cached_decode = event.cached_tokens
         self.lifecycle.start_prefill()
-        self._prefill_sent_s = self._now_s
+        self._attempt_times.prefill_sent_s = self._now_s
         self._actions.append(act.PrefillSent())
         self._open(act.Prefill(self.prefill, self._wire_id, event.ticket))
 
@@ -277,13 +274,14 @@ class RequestRun:
             self._is_paced = True
 
     def _on_first_token(self, token: ev.Token) -> None:
-        self._attempt_first_token_s = self._now_s
+        self._attempt_times.first_token_s = self._now_s
         of_answer = not self._answer
         if of_answer:
             self._timeline.first_token(token.cached_tokens, self.prefill, self._now_s)
-        worker, sent_s, reserve_s = self.prefill or self.decode, self._attempt_dispatched_s, None
-        if self._prefill_sent_s is not None:
-            sent_s, reserve_s = self._prefill_sent_s, self._prefill_sent_s - sent_s
+        times, reserve_s = self._attempt_times, None
+        worker, sent_s = self.prefill or self.decode, times.dispatched_s
+        if times.prefill_sent_s is not None:
+            sent_s, reserve_s = times.prefill_sent_s, times.prefill_sent_s - sent_s
         if worker is not None:
             self._actions.append(act.FirstToken(worker, token, of_answer, sent_s, reserve_s))
 
@@ -302,11 +300,12 @@ class RequestRun:
             self._end_move(move, event)
             return
         is_decode = event.worker == self.decode
-        sent_s = self._attempt_dispatched_s if is_decode else self._prefill_sent_s or self._attempt_dispatched_s
+        times = self._attempt_times
+        sent_s = times.dispatched_s if is_decode else times.prefill_sent_s or times.dispatched_s
         anchor_s, joined_s, exposed_s = max(self._now_s - event.age_s, sent_s), None, None
         if is_decode and event.joined_after_s is not None and event.wire_id == self._wire_id:
             # The report says when it joined: the frame that carries it is a step late.
-            first_s = self._attempt_first_token_s
+            first_s = times.first_token_s
             joined_s = anchor_s + event.joined_after_s
             if first_s is not None:
                 joined_s = max(joined_s, first_s)
@@ -324,12 +323,12 @@ class RequestRun:
         if self.lifecycle.state is RequestState.HANDOFF:
             self._timeline.joined(at_s)
             self.lifecycle.start_decode()
-        elif corrects and self._attempt_joined_s is not None:
-            if self._timeline.joined_s == self._attempt_joined_s:
+        elif corrects and self._attempt_times.joined_s is not None:
+            if self._timeline.joined_s == self._attempt_times.joined_s:
                 self._timeline.joined_s = at_s
         else:
             return
-        self._attempt_joined_s = at_s
+        self._attempt_times.joined_s = at_s
         self._actions.append(act.Joined(at_s))
 
     # ---- moves

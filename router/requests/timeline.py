@@ -40,6 +40,16 @@ class ProposalCounts:
 
 
 @dataclass(slots=True)
+class AttemptTimes:
+    """When the parts of one attempt were, on the router's clock."""
+
+    dispatched_s: float
+    prefill_sent_s: float | None = None
+    first_token_s: float | None = None
+    joined_s: float | None = None
+
+
+@dataclass(slots=True)
 class RunTimeline:
     """Times are the router's clock's. Of several attempts, the one that brought the answer's first token counts."""
 

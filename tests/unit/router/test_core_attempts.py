@@ -289,3 +289,16 @@ class TestWork:
         assert first.sampling.seed == second.sampling.seed == 5
         assert first.sampling.prompt_logprobs == 1
         assert not second.sampling.HasField("prompt_logprobs"), "they were given out"
+
+
+# ---- size
+
+
+def test_the_attributes_of_a_run_stay_together_in_memory() -> None:
+    """CPython keeps at most 29 attributes of an instance without a dict of its own, which every token would look up."""
+    cluster = CoreCluster("p0", "d0")
+    waiting_at(cluster, "decode")
+    cluster.ask()
+    cluster.run(0.5)
+    (run,) = cluster.core.running()
+    assert len(vars(run)) < 30
