@@ -224,16 +224,23 @@ class _StreamWriter:
         self._write(pieces, is_last)
 
     def _write(self, pieces: Iterable[bytes], is_last: bool) -> None:
-        rest = iter(pieces)
-        first, is_done = next_slice(rest)
-        if first:
-            self._connection.write_chunk(first)
-            if self._batcher.pauses.pause_s:
-                self.written_s = self.ended.get_loop().time()
-        if not is_done:
-            self._slicing = asyncio.create_task(self._write_rest(Slices(rest), is_last))
-        elif is_last:
+        if isinstance(pieces, list) and len(pieces) == 1:  # as nearly always
+            self._write_chunk(pieces[0])
+        else:
+            rest = iter(pieces)
+            first, is_done = next_slice(rest)
+            if first:
+                self._write_chunk(first)
+            if not is_done:
+                self._slicing = asyncio.create_task(self._write_rest(Slices(rest), is_last))
+                return
+        if is_last:
             self.ended.set_result(None)
+
+    def _write_chunk(self, data: bytes) -> None:
+        self._connection.write_chunk(data)
+        if self._batcher.pauses.pause_s:
+            self.written_s = self.ended.get_loop().time()
 
     async def _write_rest(self, slices: Slices, is_last: bool) -> None:
         loop = asyncio.get_running_loop()

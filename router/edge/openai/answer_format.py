@@ -38,7 +38,7 @@ from router.edge.openai.request_schema import UsageEvents
 from router.edge.openai.strict_model import FieldError
 from router.model_formats.events import Event, Text
 from router.requests.answers import AnswerReader, Answers, Arrival, WholeAnswer
-from router.requests.output import OutToken, TextPiece, Usage
+from router.requests.output import Final, OutToken, TextPiece, Usage
 from tandem.errors import ErrorCode, TandemError
 from tandem.request import FinishReason
 from tandem.v1 import inference_pb2
@@ -111,7 +111,7 @@ def event_pieces(event: AnswerStruct) -> Iterator[bytes]:
 
 
 DONE = b"data: [DONE]\n\n"
-FEW_PIECES = 32  # of one arrival: made at once
+FEW_PIECES = 32  # of one arrival, as nearly always: their events are made at once, which costs less
 _TEXT = "\x00"
 _TEXT_JSON = msgspec.json.encode(_TEXT)
 
@@ -169,6 +169,8 @@ class ChatFormat:
         self._created = int(time.time())
         self._text_events = [self._text_event(index) for index in range(len(answers.submitted))]
         self._readers = [answers.reader(index) for index in range(len(answers.submitted))]
+        are_plain = all(reader.is_plain for reader in self._readers)
+        self._takes_lists = are_plain and not logprobs and not self._usage.is_each
 
     def _text_event(self, index: int) -> Callable[[str], bytes]:
         return self._usage.text_event(lambda text: self._chunk(index, ChunkDelta(content=text)))
@@ -178,25 +180,32 @@ class ChatFormat:
         return [self._chunk(index, first) for index in range(len(self._answers.submitted))]
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterable[bytes]:
-        if len(arrivals) == 1:
-            return self._events(arrivals[0])
-        return chain.from_iterable(map(self._events, arrivals))
+        return self._events(arrivals[0]) if len(arrivals) == 1 else chain.from_iterable(map(self._events, arrivals))
 
     def _events(self, arrival: Arrival) -> Iterable[bytes]:
+        index, pieces, final = arrival.index, arrival.pieces, arrival.final
+        if self._takes_lists and len(pieces) <= FEW_PIECES:
+            event_of = self._text_events[index]
+            made = []
+            for piece in pieces:
+                if piece.text:
+                    made.append(event_of(piece.text))
+            if final is not None:
+                made.append(self._end_of(index, final))
+            return made
         self._usage.add(arrival)
-        index, final = arrival.index, arrival.final
         if not (reader := self._readers[index]).is_plain:
             return self._read(arrival, reader)
-        made: Iterable[bytes]
-        if self._logprobs:
-            made = self._scored(arrival)
-        else:
-            event_of = self._text_events[index]
-            events = (event_of(piece.text) for piece in arrival.pieces if piece.text)
-            made = list(events) if len(arrival.pieces) <= FEW_PIECES else events  # a list costs less
-        if final is None:
-            return made
-        return chain(made, [self._chunk(index, ChunkDelta(), None, ChatFinishReason(final.reason))])
+        events = self._scored(arrival) if self._logprobs else self._texts(arrival)
+        return events if final is None else chain(events, [self._end_of(index, final)])
+
+    def _end_of(self, index: int, final: Final) -> bytes:
+        return self._chunk(index, ChunkDelta(), None, ChatFinishReason(final.reason))
+
+    def _texts(self, arrival: Arrival) -> Iterator[bytes]:
+        for piece in arrival.pieces:
+            if piece.text:
+                yield self._text_events[arrival.index](piece.text)
 
     def _scored(self, arrival: Arrival) -> Iterator[bytes]:
         for piece in arrival.pieces:
