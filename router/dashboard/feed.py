@@ -11,7 +11,7 @@ import msgspec
 from kvtransfer.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
-from router.dashboard.time_slices import Count, Latency, TimeSlices, bucket_of
+from router.dashboard.time_slices import Count, Latency, TimeSlices
 from router.policies.types import PlacementReason
 from router.requests import actions as act
 from router.requests.facts import Facts, Placed, Requeued
@@ -20,7 +20,6 @@ from tandem.clock import Clock
 from tandem.v1 import worker_pb2
 
 MAX_DECISIONS = 50
-_ITL, _OUTPUT_TOKENS = int(Latency.ITL), int(Count.OUTPUT_TOKENS)
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -84,12 +83,8 @@ class Feed:
             self.slices.add(count, number, now_s)
 
     def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
-        now = self.slices.at(fact.last_token_s)
-        buckets = now.buckets[_ITL]
-        for gap_s in fact.gaps_s:
-            buckets[bucket_of(gap_s)] += 1
-        now.longest_s[_ITL] = max(now.longest_s[_ITL], *fact.gaps_s)
-        now.counts[_OUTPUT_TOKENS] += len(fact.gaps_s)
+        self.slices.observe_all(Latency.ITL, fact.gaps_s, fact.last_token_s)
+        self.slices.add(Count.OUTPUT_TOKENS, len(fact.gaps_s), fact.last_token_s)
 
     def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
         """Counts only the decode worker's report: the prefill worker reports the same bytes."""

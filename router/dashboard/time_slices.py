@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 SLICE_S = 10.0
 SLICES = 60
@@ -17,6 +18,8 @@ GROWTH = 1.07  # ratio of neighbouring bounds: percentiles are off by at most 7 
 QUANTILES = (0.5, 0.9, 0.99)
 
 _BOUNDS = [LEAST_S * GROWTH**power for power in range(BUCKETS - 1)]
+# The bucket of a duration. The first holds all up to LEAST_S, the last all above the highest bound.
+bucket_of: Callable[[float], int] = partial(bisect_left, _BOUNDS)
 
 
 class Latency(IntEnum):
@@ -36,11 +39,6 @@ class Count(IntEnum):
     WRONG_CREDIT_TOKENS = 6
     HANDOFFS = 7
     HANDOFF_BYTES = 8
-
-
-def bucket_of(seconds: float) -> int:
-    """The bucket of a duration. The first holds all up to LEAST_S, the last all above the highest bound."""
-    return bisect_left(_BOUNDS, seconds)
 
 
 def quantile(buckets: Sequence[int], share: float, longest_s: float) -> float | None:
@@ -91,12 +89,18 @@ class TimeSlices:
         self._open_until_s = -math.inf
 
     def observe(self, latency: Latency, seconds: float, now_s: float) -> None:
-        now = self.at(now_s)
-        now.buckets[latency][bucket_of(seconds)] += 1
-        now.longest_s[latency] = max(now.longest_s[latency], seconds)
+        self.observe_all(latency, (seconds,), now_s)
+
+    def observe_all(self, latency: Latency, durations_s: Sequence[float], now_s: float) -> None:
+        """`durations_s`: at least one."""
+        now = self._at(now_s)
+        buckets = now.buckets[latency]
+        for each_s in durations_s:
+            buckets[bucket_of(each_s)] += 1
+        now.longest_s[latency] = max(now.longest_s[latency], *durations_s)
 
     def add(self, count: Count, number: int, now_s: float) -> None:
-        self.at(now_s).counts[count] += number
+        self._at(now_s).counts[count] += number
 
     def history(self, now_s: float) -> list[Slice | None]:
         """The last SLICES slices, oldest first; the last is still open. None for a slice without observations."""
@@ -109,8 +113,8 @@ class TimeSlices:
         first = int((now_s - window_s) // SLICE_S) + 1
         return [each for each in self._slices if each.number >= first]
 
-    def at(self, now_s: float) -> Slice:
-        """The open slice; per-token observations write to it directly."""
+    def _at(self, now_s: float) -> Slice:
+        """The open slice."""
         if now_s >= self._open_until_s:
             self._open = Slice(int(now_s // SLICE_S))
             self._open_until_s = (self._open.number + 1) * SLICE_S
