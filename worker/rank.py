@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvtransfer.agent.client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Lead, TlsFiles, WireLayout
@@ -29,12 +31,12 @@ from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
 from tandem.config.model import Role
 from tandem.config.transfer import WireDtype
-from tandem.engine.api import Engine
-from tandem.engine.factory import Rank, build_rank
+from tandem.engine.api import Engine, KvExporter
+from tandem.engine.factory import build_rank
 from tandem.engine.peaks import device_peaks
 from tandem.engine.step_work import WorkShape
 from tandem.errors import TandemError
-from tandem.kvcache.layout import DTYPE_BYTES
+from tandem.kvcache.layout import KvPoolLayout
 from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
@@ -47,8 +49,6 @@ from worker.messages import LeaderReady, Leaving
 from worker.meters import StepMeters
 from worker.requests import RequestBook
 from worker.roles import RoleSet, WorkerIdentity
-
-_QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # per weight, including its share of the group's scales
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,64 @@ class RoleParts:
     requests: RequestBook
 
 
+class PoolMemory(Protocol):
+    """A rank's KV pool. `fd`: memory that the transfer agent maps; None: `tensor` is on a GPU."""
+
+    @property
+    def fd(self) -> int | None: ...
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+
+class EngineRank(Protocol):
+    """One rank of any engine, which uses one pool of the layout that the transfer agent knows."""
+
+    @property
+    def layout(self) -> KvPoolLayout: ...
+
+    @property
+    def pool(self) -> PoolMemory: ...
+
+    @property
+    def kv_heads(self) -> int:
+        """The model's: those of all ranks."""
+        ...
+
+    @property
+    def max_model_tokens(self) -> int: ...
+
+    @property
+    def work_shape(self) -> WorkShape: ...
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ConfigError on other ranks than 0."""
+        ...
+
+    def follow(self) -> None:
+        """Runs the steps of rank 0 until it stops. Raises WorkerLost without it."""
+        ...
+
+    def close(self) -> None:
+        """The last call. Rank 0 tells the others to stop."""
+        ...
+
+
 MakeRoles = Callable[[RoleParts], RoleSet]
+BuildRank = Callable[[WorkerLaunch, int, KvExporter], EngineRank]  # of the rank with this index
+
+
+def build_tandem_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> EngineRank:
+    """A rank of Tandem's own engine. Raises CheckpointError, ConfigError, InsufficientMemory."""
+    return build_rank(
+        Path(launch.model_dir),
+        launch.engine,
+        rank=index,
+        size=launch.tp,
+        rendezvous_file=launch.rendezvous_file,
+        exporter=exporter,
+    )
 
 
 def shared_ticket_key(run_dir: Path) -> bytes:
@@ -82,7 +139,7 @@ def shared_ticket_key(run_dir: Path) -> bytes:
     return key
 
 
-def make_identity(launch: WorkerLaunch, rank: Rank) -> WorkerIdentity:
+def make_identity(launch: WorkerLaunch, rank: EngineRank) -> WorkerIdentity:
     return WorkerIdentity(
         worker_id=launch.worker_id,
         epoch=launch.epoch,
@@ -93,14 +150,14 @@ def make_identity(launch: WorkerLaunch, rank: Rank) -> WorkerIdentity:
     )
 
 
-def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int) -> AttachPool:
+def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineRank, index: int) -> AttachPool:
     layout = rank.layout
     return AttachPool(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         rank=index,
         tp=identity.tp,
-        model_kv_heads=rank.config.kv_heads,
+        model_kv_heads=rank.kv_heads,
         model_fingerprint=identity.model_fingerprint,
         layout=WireLayout(
             num_blocks=layout.num_blocks,
@@ -135,7 +192,7 @@ def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
 
 
 def worker_info(
-    launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, attached: dict[int, Attached]
+    launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineRank, attached: dict[int, Attached]
 ) -> cluster_pb2.WorkerInfo:
     role = cluster_pb2.ROLE_PREFILL if launch.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
     info = cluster_pb2.WorkerInfo(
@@ -147,7 +204,7 @@ def worker_info(
             model_fingerprint=identity.model_fingerprint,
             dtype=rank.layout.dtype,
             layers=rank.layout.layers,
-            kv_heads=rank.config.kv_heads,
+            kv_heads=rank.kv_heads,
             head_dim=rank.layout.head_dim,
             block_tokens=rank.layout.block_tokens,
             tp=launch.tp,
@@ -208,7 +265,9 @@ class LeaderConnections:
         return attached
 
 
-def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, client: AgentClient) -> None:
+def attach_pool(
+    launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineRank, index: int, client: AgentClient
+) -> None:
     def ignore(message: FromAgent) -> None:
         """The agent reports over the leader's connection."""
 
@@ -221,20 +280,18 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
     )
 
 
-def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
+def make_meters(launch: WorkerLaunch, rank: EngineRank) -> StepMeters:
     spec = launch.engine
     peaks = device_peaks(spec)  # of one rank: all ranks have the same device
-    weight_bytes = _QUANTISED_BYTES.get(spec.weights, DTYPE_BYTES[spec.dtype])
-    kv_bytes = rank.layout.token_bytes / rank.config.head_dim
     return StepMeters(
-        WorkShape.of(rank.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
+        rank.work_shape,
         peak_flops_per_s=peaks.flops_per_s * launch.tp,
         peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
         proposer=rank.engine.proposer,
     )
 
 
-def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
+def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: EngineRank, identity: WorkerIdentity, io: IoThread) -> str:
     engine = rank.engine
     inbox = Inbox()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -260,7 +317,7 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
         rank.close()
 
 
-def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
+def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles, build: BuildRank) -> None:
     if launch.engine.on_gpu:
         torch.cuda.set_device(launch.engine.device)  # the process sees all GPUs; kernels start on the current one
     check_available(launch.transfer.transport, on_gpu=launch.engine.on_gpu)  # on a Ray node, first seen here
@@ -268,14 +325,7 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
         launch.rank_pid_file(index).write_text(str(os.getpid()))  # the leader is ready later
     io = IoThread(name="rank-io")
     client = AgentClient(io.loop)
-    rank = build_rank(
-        Path(launch.model_dir),
-        launch.engine,
-        rank=index,
-        size=launch.tp,
-        rendezvous_file=launch.rendezvous_file,
-        exporter=RankExporter(client),
-    )
+    rank = build(launch, index, RankExporter(client))
     identity = make_identity(launch, rank)
     attach_pool(launch, identity, rank, index, client)
     if index == 0:
@@ -286,7 +336,7 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
         rank.close()
 
 
-def main(make_roles: MakeRoles, description: str) -> None:
+def main(make_roles: MakeRoles, description: str, build: BuildRank = build_tandem_rank) -> None:
     """The entry point of a rank's process."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--launch", type=Path, required=True)
@@ -297,7 +347,7 @@ def main(make_roles: MakeRoles, description: str) -> None:
     setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
         with gpu_loss_ends_process(launch.engine.device):
-            run(launch, arguments.rank, make_roles)
+            run(launch, arguments.rank, make_roles, build)
     except TandemError as error:
         log.error("error: %s", error)
         raise SystemExit(2) from None

@@ -8,13 +8,13 @@ import worker.rank
 from cluster.backends.rank_process import make_roles
 from kvtransfer.control import HOST_DEVICE, AttachPool, DeviceMemory
 from tandem.config.launch import WorkerLaunch
-from tandem.engine.factory import Rank
+from worker.rank import EngineRank
 from worker.roles import WorkerIdentity
 
 _attach_message = worker.rank.attach_message
 
 
-def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int) -> AttachPool:
+def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineRank, index: int) -> AttachPool:
     memory = DeviceMemory(HOST_DEVICE, rank.layout.pool_bytes)
     return msgspec.structs.replace(_attach_message(launch, identity, rank, index), memory=memory)
 

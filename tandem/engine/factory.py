@@ -27,13 +27,14 @@ from tandem.engine.memory import is_out_of_memory, leaves_device_unusable
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, StepInput
+from tandem.engine.step_work import WorkShape
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError, TandemError, WorkerLost
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.masks import Grammars
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
-from tandem.kvcache.layout import KvPoolLayout
+from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.machine_memory import available_bytes
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Decoder
@@ -42,6 +43,8 @@ from tandem.model.weights import load_model
 from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.prompt_limit import PromptLimit
 from tandem.scheduler.scheduler import Scheduler
+
+_QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # per weight, including its share of the group's scales
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +58,14 @@ class Rank:
     layout: KvPoolLayout
     pool: KvPool
     max_model_tokens: int
+    work_shape: WorkShape
     runner: ModelRunner
     group: TpGroup | None
     leader: TandemEngine | None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.config.kv_heads
 
     @property
     def engine(self) -> TandemEngine:
@@ -184,7 +192,12 @@ def build_rank(
             group.check_failed_alike if group else None,
             Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
         )
-    return Rank(config, model, layout, pool, max_model_tokens, runner, group, leader)
+    return Rank(config, model, layout, pool, max_model_tokens, _work_shape(config, spec, layout), runner, group, leader)
+
+
+def _work_shape(config: ModelConfig, spec: EngineSpec, layout: KvPoolLayout) -> WorkShape:
+    weight_bytes = _QUANTISED_BYTES.get(spec.weights, DTYPE_BYTES[spec.dtype])
+    return WorkShape.of(config, weight_bytes=weight_bytes, kv_bytes=layout.token_bytes / config.head_dim)
 
 
 def _draw_rows_of_all(group: TpGroup | None, device: torch.device, vocab: int) -> DrawRows | None:

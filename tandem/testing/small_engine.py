@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.api import (
@@ -48,8 +48,8 @@ class _Request:
     is_reserved: bool = False  # its KV is still to come
 
     @property
-    def most_blocks(self) -> int:
-        return blocks_for(len(self.given.prompt) + self.given.sampling.max_tokens, BLOCK_TOKENS)
+    def most_tokens(self) -> int:
+        return len(self.given.prompt) + self.given.sampling.max_tokens
 
     @property
     def reason(self) -> FinishReason | None:
@@ -62,7 +62,9 @@ class _Request:
 class SmallEngine:
     """An `Engine` with no Capability, no prefix cache and no preemption. The KV of a position is its token.
 
-    Args: `exporter` None: it exports nothing.
+    Args:
+        exporter: None: it exports nothing.
+        kv: the cells of each block; None: lists.
     """
 
     proposer = ""
@@ -70,8 +72,16 @@ class SmallEngine:
     is_collecting = False
     can: frozenset[Capability] = frozenset()
 
-    def __init__(self, num_blocks: int, exporter: KvExporter | None = None) -> None:
-        self.kv: dict[int, list[int]] = {}  # by block; what other engines' tests copy
+    def __init__(
+        self,
+        num_blocks: int,
+        exporter: KvExporter | None = None,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        kv: Sequence[MutableSequence[float]] | None = None,
+    ) -> None:
+        self.kv = kv or [[0.0] * block_tokens for _ in range(num_blocks)]
+        self._block_tokens = block_tokens
         self._total = num_blocks
         self._free = list(range(num_blocks))
         self._exporter = exporter
@@ -87,11 +97,13 @@ class SmallEngine:
     def reserve(self, request: EngineRequest) -> Reservation:
         made = self._checked(request)
         if not self._take_blocks(made):
-            raise KvExhausted(f"expected {made.most_blocks} free blocks, got {len(self._free)}", retry_after_s=1.0)
+            raise KvExhausted(
+                f"expected {self._most_blocks(made)} free blocks, got {len(self._free)}", retry_after_s=1.0
+            )
         made.is_reserved = True
         self._leased[request.request_id] = made
         return Reservation(
-            request.request_id, tuple(made.blocks[: blocks_for(len(request.prompt), BLOCK_TOKENS)]), 0, 0
+            request.request_id, tuple(made.blocks[: blocks_for(len(request.prompt), self._block_tokens)]), 0, 0
         )
 
     def join(self, request_id: str, first_token: int) -> None:
@@ -159,9 +171,9 @@ class SmallEngine:
 
     def _exported(self, each: _Request, first_block: int) -> RequestEnd:
         prompt = each.given.prompt
-        blocks = tuple(each.blocks[first_block : blocks_for(len(prompt), BLOCK_TOKENS)])
+        blocks = tuple(each.blocks[first_block : blocks_for(len(prompt), self._block_tokens)])
         if blocks and self._exporter is not None:
-            last = (len(prompt) - 1) % BLOCK_TOKENS + 1
+            last = (len(prompt) - 1) % self._block_tokens + 1
             self._exporter.begin_step([ExportRange(each.given.request_id, first_block, blocks, last, False, True)])
             self._exporter.layer_done(0)
         self._running.remove(each)
@@ -204,21 +216,22 @@ class SmallEngine:
         if not request.prompt or not all(0 <= token < VOCAB for token in request.prompt):
             raise InputError(f"prompt: expected token ids from 0 to {VOCAB - 1}", field="prompt")
         made = _Request(request, [])
-        if made.most_blocks > self._total:
-            raise ContextExceeded(
-                f"prompt: expected at most {self._total} blocks with its answer, got {made.most_blocks}"
-            )
+        if (blocks := self._most_blocks(made)) > self._total:
+            raise ContextExceeded(f"prompt: expected at most {self._total} blocks with its answer, got {blocks}")
         return made
 
+    def _most_blocks(self, request: _Request) -> int:
+        return blocks_for(request.most_tokens, self._block_tokens)
+
     def _fits(self, request: _Request) -> bool:
-        return request.most_blocks <= len(self._free)
+        return self._most_blocks(request) <= len(self._free)
 
     def _take_blocks(self, request: _Request) -> bool:
         if not self._fits(request):
             return False
-        request.blocks = [self._free.pop() for _ in range(request.most_blocks)]
+        request.blocks = [self._free.pop() for _ in range(self._most_blocks(request))]
         for block in request.blocks:
-            self.kv[block] = [0] * BLOCK_TOKENS
+            self.kv[block][:] = [0.0] * self._block_tokens
         return True
 
     def _free_blocks(self, request: _Request) -> None:
@@ -227,8 +240,8 @@ class SmallEngine:
 
     def _write(self, request: _Request, start: int, tokens: Sequence[int]) -> None:
         for place, token in enumerate(tokens, start):
-            self.kv[request.blocks[place // BLOCK_TOKENS]][place % BLOCK_TOKENS] = token
+            self.kv[request.blocks[place // self._block_tokens]][place % self._block_tokens] = token
 
     def _read(self, request: _Request) -> list[int]:
-        kv = [value for block in request.blocks for value in self.kv[block]]
+        kv = [int(value) for block in request.blocks for value in self.kv[block]]
         return kv[: len(request.given.prompt) + len(request.answered)]
