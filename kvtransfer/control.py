@@ -27,6 +27,7 @@ class WireLayout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
     adapter: str = ""
+    joined: bool = False
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

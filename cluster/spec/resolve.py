@@ -151,6 +151,7 @@ class _RoleLayout:
     tp: int
     model_fingerprint: str = ""
     adapter: str = ""
+    joined: bool = False
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
 

@@ -39,7 +39,7 @@ class SmallRank:
 
 def build_small_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> EngineRank:
     block_tokens = launch.engine.block_tokens
-    layout = KvPoolLayout(BLOCKS, layers=1, kv_heads=1, block_tokens=block_tokens, head_dim=1, dtype="float32")
+    layout = KvPoolLayout(BLOCKS, 1, 1, block_tokens, head_dim=2, dtype="float32", joined=True)
     pool = KvPool(layout, torch.device("cpu"))
     keys = pool.tensor[:, 0, 0, 0, :, 0].numpy()  # [block, token]
     cells = cast(Sequence[MutableSequence[float]], list(keys))

@@ -126,6 +126,7 @@ class Shape:
     block_tokens: int
     tp: int
     adapter: str
+    joined: bool
     protocol: int
     oldest_protocol: int
 
@@ -135,7 +136,7 @@ def pool_layout(wire: WireLayout) -> KvPoolLayout:
     sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
     if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
         raise protocol_fault(f"layout: expected positive sizes and a known dtype, got {wire}")
-    return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
+    return KvPoolLayout(*sizes, wire.dtype, wire.joined)
 
 
 def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
@@ -242,6 +243,7 @@ def _shape(side: Hello | AttachPool, oldest_protocol: int) -> Shape:
         block_tokens=layout.block_tokens,
         tp=side.tp,
         adapter=layout.adapter,
+        joined=layout.joined,
         protocol=side.protocol,
         oldest_protocol=oldest_protocol,
     )

@@ -59,7 +59,7 @@ def _spans(layout: KvPoolLayout) -> tuple[PoolSpan, PoolSpan]:
 def _by_torch(
     source: Tensor, target: Tensor, layout: KvPoolLayout, read: PoolSpan, write: PoolSpan, keys: DigestKeys
 ) -> tuple[Tensor, int]:
-    shape = (layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, -1)
+    shape = (layout.num_blocks, layout.layers, layout.sides, layout.kv_heads, layout.block_tokens, -1)
     copied = target.clone()
     parts = []
     for index, (read_id, write_id) in enumerate(zip(read.block_ids, write.block_ids, strict=True)):

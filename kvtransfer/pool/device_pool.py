@@ -42,7 +42,7 @@ class Pending(Protocol):
 
 
 class DevicePool:
-    """`words`: i64 [block, layer, 2, head, block_tokens, words of a token].
+    """`words`: i64 [block, layer, side, head, block_tokens, words of a token].
 
     Operations wait for the device, but for those whose names say `start`. Each thread has its own stream.
 
@@ -54,7 +54,7 @@ class DevicePool:
         self.layout = layout
         self.device = memory.device
         self.words = memory.view(torch.int64).view(
-            layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, -1
+            layout.num_blocks, layout.layers, layout.sides, layout.kv_heads, layout.block_tokens, -1
         )
         self.staging = Staging(self._make_staging, layout.block_bytes)
         self._threads = threading.local()
@@ -221,7 +221,7 @@ class DevicePool:
     def _parts_of(self, data: Tensor, span: PoolSpan) -> tuple[Tensor, Tensor]:
         """Packed data as the span's full blocks and the tokens of its last block, each perhaps empty."""
         full = full_blocks(self.layout, span)
-        inner = (span.layer_count, 2, span.head_count)
+        inner = (span.layer_count, self.layout.sides, span.head_count)
         words = data[: len(data) // WORD_BYTES * WORD_BYTES].view(torch.int64)
         token_words = self.layout.token_bytes // WORD_BYTES
         shape = (full, *inner, self.layout.block_tokens, token_words)
@@ -236,9 +236,7 @@ class DevicePool:
         """The span in host memory, for transports that move bytes, and `scratch_bytes` more, in one lease. `write`: the
         span starts with any content and is copied back."""
         blocks = len(span.block_ids)
-        layout = KvPoolLayout(
-            blocks, span.layer_count, span.head_count, self.layout.block_tokens, self.layout.head_dim, self.layout.dtype
-        )
+        layout = replace(self.layout, num_blocks=blocks, layers=span.layer_count, kv_heads=span.head_count)
         inner = PoolSpan(tuple(range(blocks)), span.last_block_tokens, 0, span.layer_count, 0, span.head_count)
         with staging.lease(layout.pool_bytes + scratch_bytes, receives=write) as leased:
             buffer, scratch = leased[: layout.pool_bytes], leased[layout.pool_bytes :]
@@ -290,7 +288,7 @@ class DevicePool:
     def _parts(self, span: PoolSpan) -> Iterator[Tensor]:
         """The span in canonical order: its full blocks, some at a time, then the valid tokens of a partial last one."""
         full = full_blocks(self.layout, span)
-        block_bytes = span.layer_count * 2 * span.head_count * self.layout.head_bytes
+        block_bytes = span.layer_count * self.layout.sides * span.head_count * self.layout.head_bytes
         step = max(1, DIGEST_BYTES // block_bytes)
         for start in range(0, full, step):
             some = replace(span, block_ids=span.block_ids[start : min(start + step, full)])

@@ -52,12 +52,12 @@ class PoolSpan:
 
 
 class PoolMap:
-    """`blocks`: u8 [block, layer, 2, head, block_tokens, token_bytes] over `buffer`."""
+    """`blocks`: u8 [block, layer, side, head, block_tokens, token_bytes] over `buffer`."""
 
     def __init__(self, layout: KvPoolLayout, buffer: mmap.mmap | bytearray | Bytes) -> None:
         self.layout = layout
         self.blocks: Bytes = np.frombuffer(buffer, np.uint8, count=layout.pool_bytes).reshape(
-            layout.num_blocks, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.token_bytes
+            layout.num_blocks, layout.layers, layout.sides, layout.kv_heads, layout.block_tokens, layout.token_bytes
         )
 
     @classmethod
@@ -223,7 +223,7 @@ def check_span(layout: KvPoolLayout, span: PoolSpan) -> None:
 def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, layers: int, heads: int) -> int:
     """Bytes of a piece whose blocks are full except perhaps the last."""
     tokens = (blocks - 1) * layout.block_tokens + last_block_tokens
-    return tokens * layers * heads * 2 * layout.token_bytes
+    return tokens * layers * heads * layout.sides * layout.token_bytes
 
 
 def full_blocks(layout: KvPoolLayout, span: PoolSpan) -> int:

@@ -52,7 +52,7 @@ class TritonCopier:
     ) -> tuple[object, ...]:
         """Returns what the kernel uses."""
         span, layout = read.span, read.layout
-        count, planes = len(span.block_ids), 2 * span.layer_count
+        count, planes = len(span.block_ids), layout.sides * span.layer_count
         rows = count * planes * span.head_count
         row_words, token_words = layout.head_bytes // 4, layout.token_bytes // 4
         width = min(triton.next_power_of_2(row_words), MAX_WIDTH, self._tile_words)
@@ -69,9 +69,9 @@ class TritonCopier:
 
 
 def _rows_of(place: Place) -> tuple[int, int, int]:
-    """In rows: a block, the span's first row in its block, and the rows between two planes (K or V of a layer)."""
-    span, heads = place.span, place.layout.kv_heads
-    return place.layout.layers * 2 * heads, span.layer_start * 2 * heads + span.head_start, heads
+    """In rows: a block, the span's first row in its block, and the rows between two planes (a side of a layer)."""
+    span, heads, sides = place.span, place.layout.kv_heads, place.layout.sides
+    return place.layout.layers * sides * heads, span.layer_start * sides * heads + span.head_start, heads
 
 
 _NUMBERS = [

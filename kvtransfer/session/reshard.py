@@ -50,6 +50,8 @@ class KvShape(Protocol):
     @property
     def adapter(self) -> str: ...
     @property
+    def joined(self) -> bool: ...
+    @property
     def protocol(self) -> int: ...
     @property
     def oldest_protocol(self) -> int: ...
@@ -111,7 +113,7 @@ def check_compatible(a: KvShape, b: KvShape) -> None:
         IncompatiblePools: names the field that differs and both values, or the width that does not fit.
         IncompatibleVersions: they have no protocol version in common.
     """
-    for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "head_dim", "block_tokens"):
+    for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "joined", "head_dim", "block_tokens"):
         mine, theirs = getattr(a, name), getattr(b, name)
         if mine != theirs:
             raise IncompatiblePools(

@@ -51,16 +51,19 @@ class FakeModel:
     head_dim: int = 8
     dtype: str = "float32"
     fingerprint: str = FINGERPRINT
+    joined: bool = False
 
 
 class FakeKv:
-    """The whole model's KV of one prompt: u8 [block, layer, 2, kv_head, block_tokens, token_bytes]."""
+    """The whole model's KV of one prompt: u8 [block, layer, side, kv_head, block_tokens, token_bytes]."""
 
     def __init__(self, model: FakeModel, tokens: int, seed: int = 0) -> None:
         self.tokens = tokens
         self.blocks = blocks_for(tokens, model.block_tokens)
-        token_bytes = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype).token_bytes
-        self._shape = (self.blocks, model.layers, 2, model.kv_heads, model.block_tokens, token_bytes)
+        layout = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype, model.joined)
+        self._shape = (
+            self.blocks, model.layers, layout.sides, model.kv_heads, model.block_tokens, layout.token_bytes
+        )  # fmt: skip
         self._seed = seed
 
     @cached_property
@@ -89,8 +92,9 @@ class FakeRank:
         self.rank = rank
         self.heads = heads_of_rank(worker.tp, model.kv_heads, rank)
         self.layout = KvPoolLayout(
-            worker.num_blocks, model.layers, len(self.heads), model.block_tokens, model.head_dim, model.dtype
-        )
+            worker.num_blocks, model.layers, len(self.heads), model.block_tokens, model.head_dim, model.dtype,
+            model.joined,
+        )  # fmt: skip
         self.memory = FakePool(self.layout, worker.device)
         self.fd, self.pool = self.memory.fd, self.memory.pool
         self.socket_path = worker.folder / f"agent-{rank}.sock"
@@ -139,7 +143,13 @@ class FakeRank:
             model_kv_heads=worker.model.kv_heads,
             model_fingerprint=worker.model.fingerprint,
             layout=WireLayout(
-                layout.num_blocks, layout.layers, layout.kv_heads, layout.block_tokens, layout.head_dim, layout.dtype
+                layout.num_blocks,
+                layout.layers,
+                layout.kv_heads,
+                layout.block_tokens,
+                layout.head_dim,
+                layout.dtype,
+                joined=layout.joined,
             ),
             ticket_key=worker.key,
             digests=worker.digests,

@@ -345,11 +345,12 @@ def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
 
 
 def _within(layout: KvPoolLayout, span: PoolSpan, depth: int) -> npt.NDArray[np.uint64]:
-    """Offsets in a block, by depth: of all layers (0), of each layer's heads, K and V (1), or of each head (2)."""
+    """Offsets in a block, by depth: of all layers (0), of each side of each layer (1), or of each head (2)."""
     first = span.layer_start * layout.layer_bytes
     if depth == 0:
         return np.array([first], np.uint64)
-    sides = first + np.arange(2 * span.layer_count, dtype=np.uint64) * np.uint64(layout.layer_bytes // 2)
+    side_bytes = np.uint64(layout.kv_heads * layout.head_bytes)
+    sides = first + np.arange(layout.sides * span.layer_count, dtype=np.uint64) * side_bytes
     heads = np.arange(span.head_start, span.head_start + (span.head_count if depth == 2 else 1), dtype=np.uint64)
     offsets: npt.NDArray[np.uint64] = (sides[:, None] + heads[None, :] * np.uint64(layout.head_bytes)).reshape(-1)
     return offsets

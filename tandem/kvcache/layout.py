@@ -1,7 +1,7 @@
 """The shape of a rank's KV pool, without the tensor, shared by engine, transfer agent and reshard plans.
 
-`[block, layer, 2 (K,V), kv_head, block_tokens, head_dim]`, C-contiguous. One block is contiguous, so a finished prefix
-is transferred in few large pieces. One layer of one block is contiguous, and so is one head of it
+`[block, layer, side (K, V), kv_head, block_tokens, head_dim]`, C-contiguous. One block is contiguous, so a finished
+prefix is transferred in few large pieces. One layer of one block is contiguous, and so is one head of it
 (docs/architecture.md, KV blocks).
 """
 
@@ -23,7 +23,7 @@ def cell_width(head_dim: int, dtype: str) -> int:
 @dataclass(frozen=True, slots=True)
 class KvPoolLayout:
     """One rank's pool. `kv_heads` are those of the rank, after sharding or replication. `head_dim` is the model's, or
-    `cell_width` of it in int8."""
+    `cell_width` of it in int8. `joined`: K and V of a token follow each other, and `head_dim` is that of both."""
 
     num_blocks: int
     layers: int
@@ -31,10 +31,16 @@ class KvPoolLayout:
     block_tokens: int
     head_dim: int
     dtype: str
+    joined: bool = False
+
+    @property
+    def sides(self) -> int:
+        """K and V; together they are one."""
+        return 1 if self.joined else 2
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        return (self.num_blocks, self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+        return (self.num_blocks, self.layers, self.sides, self.kv_heads, self.block_tokens, self.head_dim)
 
     @property
     def element_bytes(self) -> int:
@@ -42,18 +48,18 @@ class KvPoolLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one head of one layer, K or V."""
+        """Bytes of one token in one head of one layer and side."""
         return self.head_dim * self.element_bytes
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one layer of one block, K or V."""
+        """Bytes of one head of one layer and side of one block."""
         return self.block_tokens * self.token_bytes
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block, K and V."""
-        return 2 * self.kv_heads * self.head_bytes
+        return self.sides * self.kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -76,6 +76,7 @@ class KvLayout(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     layers: _builtins.int
@@ -89,6 +90,8 @@ class KvLayout(_message.Message):
     protocol: _builtins.int
     """newest and oldest supported version of the KV plane's protocol"""
     oldest_protocol: _builtins.int
+    joined: _builtins.bool
+    """K and V of a token follow each other, and head_dim is that of both"""
     def __init__(
         self,
         *,
@@ -102,10 +105,11 @@ class KvLayout(_message.Message):
         adapter: _builtins.str = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        joined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "joined", b"joined", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,6 +64,16 @@ async def test_blocks_arrive_for_any_pair_of_widths(
     assert all(each.blocks == handoff.kv.blocks for each in received)
 
 
+async def test_blocks_arrive_where_k_and_v_are_joined(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker, FakeModel(head_dim=16, joined=True), prefill_tp=1, decode_tp=2)
+    handoff = Handoff.make(prefill, decode, tokens=27)  # a partial last block
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.compute(0, 3)
+    handoff.compute(3, handoff.kv.blocks)
+    await complete(handoff)
+
+
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "protocol"), [(2, 1, PROTOCOL_VERSION), (1, 1, PROTOCOL_VERSION - 1)]
 )

@@ -43,6 +43,7 @@ LAYOUTS = [
     KvPoolLayout(24, 3, 4, 4, 8, "float32"),  # runs of some hundred bytes
     KvPoolLayout(12, 3, 8, 16, 128, "bfloat16"),  # 4 KiB of a head, 64 KiB of a layer
     KvPoolLayout(5, 2, 2, 128, 128, "float32"),  # 64 KiB of a head
+    KvPoolLayout(24, 3, 4, 4, 8, "float32", joined=True),
 ]
 
 

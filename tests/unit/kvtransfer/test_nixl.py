@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ MakeWorker = Callable[..., FakeWorker]
 LAYOUT = KvPoolLayout(7, 3, 4, 4, 8, "float32")
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @settings(max_examples=100)
 @given(data=st.data())
-def test_runs_are_the_span_in_canonical_order(data: st.DataObject) -> None:
+def test_runs_are_the_span_in_canonical_order(joined: bool, data: st.DataObject) -> None:
+    layout = replace(LAYOUT, joined=joined)
     ids = data.draw(st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, unique=True))
     layer, head = data.draw(st.integers(0, LAYOUT.layers - 1)), data.draw(st.integers(0, LAYOUT.kv_heads - 1))
     span = PoolSpan(
@@ -36,10 +39,10 @@ def test_runs_are_the_span_in_canonical_order(data: st.DataObject) -> None:
         head,
         data.draw(st.integers(1, LAYOUT.kv_heads - head)),
     )
-    memory = bytearray(np.random.default_rng(0).integers(0, 256, LAYOUT.pool_bytes, np.uint8).tobytes())
-    pool = PoolMap(LAYOUT, memory)
+    memory = bytearray(np.random.default_rng(0).integers(0, 256, layout.pool_bytes, np.uint8).tobytes())
+    pool = PoolMap(layout, memory)
     size = sum(part.size for part in pool.slices(span))
-    assert b"".join(memory[at : at + count] for at, count in runs_of(LAYOUT, span).tolist()) == (
+    assert b"".join(memory[at : at + count] for at, count in runs_of(layout, span).tolist()) == (
         pool.pack(span, size).tobytes()
     )
 

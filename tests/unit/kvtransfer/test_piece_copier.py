@@ -268,9 +268,12 @@ from kvtransfer.pool.triton_copy import TritonCopier
 from tandem.kvcache.layout import KvPoolLayout
 
 cpu, draw = torch.device("cpu"), random.Random(0)
-shapes = [(4, 8, "bfloat16"), (5, 12, "bfloat16"), (16, 96, "bfloat16"), (32, 128, "float32"), (16, 128, "float8_e4m3")]
-for block_tokens, head_dim, dtype in shapes:
-    layout = KvPoolLayout(24, 3, 4, block_tokens, head_dim, dtype)
+shapes = [
+    (4, 8, "bfloat16"), (4, 8, "float32", True), (5, 12, "bfloat16"), (16, 96, "bfloat16"), (32, 128, "float32"),
+    (16, 128, "float8_e4m3"),
+]
+for shape in shapes:
+    layout = KvPoolLayout(24, 3, 4, *shape)
     print(copier_error(TritonCopier(cpu), layout, cpu))
 
 layout = KvPoolLayout(24, 3, 4, 4, 8, "bfloat16")
@@ -300,4 +303,4 @@ def test_those_of_triton_are_right() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     command = [sys.executable, "-W", "ignore", "-c", INTERPRETED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.returncode) == ("None\n" * 5, 0), done.stderr
+    assert (done.stdout, done.returncode) == ("None\n" * 6, 0), done.stderr

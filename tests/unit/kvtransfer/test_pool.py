@@ -17,6 +17,7 @@ from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")
+JOINED = replace(LAYOUT, joined=True)
 BIG = KvPoolLayout(num_blocks=12, layers=2, kv_heads=3, block_tokens=16, head_dim=64, dtype="float32")
 
 HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=192, dtype="float32")
@@ -60,14 +61,14 @@ def canonical(pool: PoolMap, span: PoolSpan) -> bytes:
         last = index == len(span.block_ids) - 1
         valid = span.last_block_tokens if last else pool.layout.block_tokens
         for layer in range(span.layer_start, span.layer_start + span.layer_count):
-            for entry in range(2):
+            for side in range(pool.layout.sides):
                 for head in range(span.head_start, span.head_start + span.head_count):
-                    out += pool.blocks[block, layer, entry, head, :valid].tobytes()
+                    out += pool.blocks[block, layer, side, head, :valid].tobytes()
     return out
 
 
 @pytest.mark.usefixtures("_either")
-@pytest.mark.parametrize("layout", [LAYOUT, BIG])
+@pytest.mark.parametrize("layout", [LAYOUT, BIG, JOINED])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: st.DataObject) -> None:
@@ -79,7 +80,7 @@ def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: 
 
 
 @pytest.mark.usefixtures("_either")
-@pytest.mark.parametrize("layout", [LAYOUT, BIG])
+@pytest.mark.parametrize("layout", [LAYOUT, BIG, JOINED])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.slow
