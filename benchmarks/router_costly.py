@@ -3,8 +3,7 @@
     python -m benchmarks.router_costly PORT CASE    # sends the requests of one case until its input ends
 
 Router, workers and healthy clients have cores as in router_hostile; the client of the costly requests has the lowest
-priority. It is another tenant, as otherwise healthy chats would wait for their turn behind its prompts. An answer's
-time is counted without its stub worker's delays: the stubs, in Python on the clients' core, slow down as well.
+priority. It is another tenant, as otherwise healthy chats would wait for their turn behind its prompts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from benchmarks.live_cluster import say
 from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
 from benchmarks.router_clients import RawHttpClient, TokenTimes, open_loop
 from benchmarks.router_cost import ROUTER, bench_model
-from benchmarks.router_hostile import ATTACKER_NICENESS
-from benchmarks.serving import percentile
+from benchmarks.router_hostile import ATTACKER_NICENESS, whole_ms
 from tandem.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 HUGE = 10**4000
-STEP_MS = 20  # of the stub workers
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs_of_prompts": (
         COMPLETIONS, {"prompt": [70] * 1500, "n": 30, "echo": True, "logprobs": 20, "max_tokens": 0}
@@ -80,42 +77,25 @@ def figures(sizes: CostlySizes) -> Iterator[Figure]:
 
 
 async def _measure(sizes: CostlySizes, model_dir: Path) -> Figure:
-    stubs = ("--prefill", "2", "--decode", "4", "--step-ms", f"{STEP_MS}")
+    stubs = ("--prefill", "2", "--decode", "4", "--step-ms", "20")
     prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     found: list[tuple[float, float, float]] = []
     async with running(RouterSetup(model_dir, ROUTER, stubs)) as bench:
         client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await open_loop(client, prompts, sizes.rate, min(2.0, sizes.seconds))  # warm-up, not counted
         for case in sizes.cases:
-            calm: list[float] = []
-            under: list[float] = []
-            workers: list[float] = []
+            calm: list[TokenTimes] = []
+            under: list[TokenTimes] = []
             for _ in range(sizes.rounds):
-                bench.sent()
-                calm += _answers_ms(await open_loop(client, prompts, sizes.rate, sizes.seconds), bench.sent())
+                calm += await open_loop(client, prompts, sizes.rate, sizes.seconds)
                 async with beside(bench, case):
-                    times = await open_loop(client, prompts, sizes.rate, sizes.seconds)
-                sent = bench.sent()
-                under += _answers_ms(times, sent)
-                workers += [_delay_ms(sent[each.request_id]["tokens_s"]) for each in times]
-            value, reference = percentile(under, 0.99), percentile(calm, 0.99)
-            say(
-                f"{case}, p99 of the answer: {reference:.0f} → {value:.0f} ms, "
-                f"of its worker's delay beside: {percentile(workers, 0.99):.0f} ms"
-            )
+                    under += await open_loop(client, prompts, sizes.rate, sizes.seconds)
+            value, reference = whole_ms(under, 0.99), whole_ms(calm, 0.99)
+            say(f"{case}, p99 of the answer: {reference:.0f} → {value:.0f} ms")
             found.append((value / reference, value, reference))
         await client.close()
     ratio, value, reference = max(found)
     return Figure("router.costly_request_p99_ms", round(value, 1), "ms", round(reference, 1), round(ratio, 2))
-
-
-def _answers_ms(times: list[TokenTimes], sent: dict[str, Any]) -> list[float]:
-    return [1000 * (each.tokens_s[-1] - each.sent_s) - _delay_ms(sent[each.request_id]["tokens_s"]) for each in times]
-
-
-def _delay_ms(tokens_s: list[float]) -> float:
-    """By how much a worker was late with the last token, after its first."""
-    return max(0.0, 1000 * (tokens_s[-1] - tokens_s[0]) - STEP_MS * (len(tokens_s) - 1))
 
 
 @asynccontextmanager
