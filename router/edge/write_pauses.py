@@ -10,8 +10,9 @@ from typing import TypeVar
 Stream = TypeVar("Stream")
 LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
 FULL_SHARE = 0.95  # of the time: beyond this, it falls behind unless it writes still less often
-BUSY_SHARE = 0.85  # beyond this, no core is left to catch up with
-CALM_SHARE = 0.4  # below this, it needs no pauses: without them, it works about twice as much for the same tokens
+BUSY_SHARE = 0.8  # beyond this, hardly a core is left to catch up with
+CALM_SHARE = 0.7  # it would be below this without pauses: it needs none
+IDLE_SHARE = 0.3  # below this with pauses, its tokens cost far less now than before them
 FEW_TOKENS_PER_S = 1000  # so few cost little to write: something else keeps the router busy, and pauses do not help
 PAUSE_S = 0.025  # the first pause, and by how much it changes at each measurement
 MAX_PAUSE_S = 0.075
@@ -19,7 +20,9 @@ AT_ONCE = 16  # streams; then other events have their turn, such as new requests
 
 
 class WritePauses:
-    """Pauses grow while the router is busy, and shrink when it has caught up.
+    """Pauses grow while the router is busy, and end when it would not be busy without them.
+
+    Pauses themselves about halve its work, so how busy it would be is told from what the tokens cost before the pauses.
 
     Args: `busy_s`: CPU seconds of the event loop's thread.
     """
@@ -32,6 +35,7 @@ class WritePauses:
         self._busy_s = busy_s
         self._measured_s, self._busy_then_s = now_s(), busy_s()
         self._tokens = 0  # since then
+        self._token_s = 0.0  # CPU of one token, with all that its request costs, when there were no pauses last
         self._paused: list[asyncio.Future[None]] = []  # until the end of the pause under way
 
     def measure(self, tokens: int = 0) -> None:
@@ -43,16 +47,19 @@ class WritePauses:
             share = (busy_s - self._busy_then_s) / passed_s
             tokens_per_s = self._tokens / passed_s
             self._measured_s, self._busy_then_s, self._tokens = now_s, busy_s, 0
-            self.pause_s = 0.0 if tokens_per_s < FEW_TOKENS_PER_S else self._next_pause_s(share)
+            self.pause_s = 0.0 if tokens_per_s < FEW_TOKENS_PER_S else self._next_pause_s(share, tokens_per_s)
 
-    def _next_pause_s(self, share: float) -> float:
+    def _next_pause_s(self, share: float, tokens_per_s: float) -> float:
         """`share`: of the time that it was busy."""
-        if share < CALM_SHARE:
+        if not self.pause_s:
+            self._token_s = share / tokens_per_s
+        without_pauses = tokens_per_s * self._token_s
+        if share < IDLE_SHARE or without_pauses < (CALM_SHARE if self.pause_s else BUSY_SHARE):
             return 0.0
         longest_s = MAX_PAUSE_S if share >= FULL_SHARE else PAUSE_S
         if self.pause_s > longest_s:
             return max(longest_s, self.pause_s - PAUSE_S)
-        return min(longest_s, self.pause_s + PAUSE_S) if share >= BUSY_SHARE else self.pause_s
+        return min(longest_s, self.pause_s + PAUSE_S)
 
     async def pause(self) -> None:
         """Returns when the next pause ends, for all streams together: their writes then cost less than one by one."""

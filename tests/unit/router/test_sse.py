@@ -144,14 +144,24 @@ async def test_a_client_that_is_cut_because_it_reads_too_slowly_is_told_when_it_
 
 
 def test_pauses_grow_while_the_router_is_busy_and_shrink_when_it_has_caught_up() -> None:
-    """They make the router less busy, so they stay at a load that alone would not begin one."""
     now_s, busy_s, found = 0.0, 0.0, []
     pauses = WritePauses(lambda: now_s, lambda: busy_s)
-    for share in (0.8, 0.9, 0.9, 0.98, 0.98, 0.98, 0.8, 0.9, 0.9, 0.8, 0.5, 0.3, 0.8, 0.1, 0.9):
+    for share in (0.7, 0.9, 0.9, 0.98, 0.98, 0.98, 0.9, 0.9, 0.9):
         now_s, busy_s = now_s + LOAD_INTERVAL_S, busy_s + share * LOAD_INTERVAL_S
         pauses.measure(MANY)
         found.append(round(pauses.pause_s / PAUSE_S))
-    assert found == [0, 1, 1, 2, 3, 3, 2, 1, 1, 1, 1, 0, 0, 0, 1]
+    assert found == [0, 1, 1, 2, 3, 3, 2, 1, 1]
+
+
+def test_pauses_stay_while_the_router_would_be_busy_without_them_and_end_when_it_would_not() -> None:
+    """They about halve its work: of half the tokens, it would have half of the work before."""
+    now_s, busy_s, found = 0.0, 0.0, []
+    pauses = WritePauses(lambda: now_s, lambda: busy_s)
+    for share, tokens in ((0.9, 10), (0.45, 10), (0.4, 8), (0.6, 7), (0.6, 7), (0.9, 10), (0.2, 10)):
+        now_s, busy_s = now_s + LOAD_INTERVAL_S, busy_s + share * LOAD_INTERVAL_S
+        pauses.measure(tokens * MANY)
+        found.append(round(pauses.pause_s / PAUSE_S))
+    assert found == [1, 1, 1, 0, 0, 1, 0]
 
 
 def test_few_tokens_are_never_paused() -> None:
