@@ -28,6 +28,7 @@ class WireLayout(msgspec.Struct, frozen=True):
     dtype: str
     adapter: str = ""
     joined: bool = False
+    packed: bool = False
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

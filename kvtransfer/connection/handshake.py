@@ -127,6 +127,7 @@ class Shape:
     tp: int
     adapter: str
     joined: bool
+    packed: bool
     protocol: int
     oldest_protocol: int
 
@@ -136,7 +137,7 @@ def pool_layout(wire: WireLayout) -> KvPoolLayout:
     sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
     if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
         raise protocol_fault(f"layout: expected positive sizes and a known dtype, got {wire}")
-    return KvPoolLayout(*sizes, wire.dtype, wire.joined)
+    return KvPoolLayout(*sizes, wire.dtype, wire.joined, wire.packed)
 
 
 def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
@@ -244,6 +245,7 @@ def _shape(side: Hello | AttachPool, oldest_protocol: int) -> Shape:
         tp=side.tp,
         adapter=layout.adapter,
         joined=layout.joined,
+        packed=layout.packed,
         protocol=side.protocol,
         oldest_protocol=oldest_protocol,
     )

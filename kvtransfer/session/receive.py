@@ -322,7 +322,7 @@ class ReceiveSession:
             raise protocol_fault(f"piece {piece.seq} is outside the lease or the plan")
         tokens = layout.block_tokens
         if piece.end_block == self._prompt_blocks:
-            tokens = self.lease.prompt_tokens - (piece.end_block - 1) * layout.block_tokens
+            tokens = layout.last_tokens(self.lease.prompt_tokens)
         if piece.last_block_tokens != tokens:
             block, found = piece.end_block - 1, piece.last_block_tokens
             raise protocol_fault(f"expected {tokens} valid tokens in block {block}, got {found}")

@@ -52,9 +52,24 @@ class KvShape(Protocol):
     @property
     def joined(self) -> bool: ...
     @property
+    def packed(self) -> bool: ...
+    @property
     def protocol(self) -> int: ...
     @property
     def oldest_protocol(self) -> int: ...
+
+
+COMPARED = (
+    "model_fingerprint",
+    "adapter",
+    "dtype",
+    "layers",
+    "kv_heads",
+    "joined",
+    "packed",
+    "head_dim",
+    "block_tokens",
+)
 
 
 def heads_of_rank(tp: int, kv_heads: int, rank: int) -> range:
@@ -113,7 +128,7 @@ def check_compatible(a: KvShape, b: KvShape) -> None:
         IncompatiblePools: names the field that differs and both values, or the width that does not fit.
         IncompatibleVersions: they have no protocol version in common.
     """
-    for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "joined", "head_dim", "block_tokens"):
+    for name in COMPARED:
         mine, theirs = getattr(a, name), getattr(b, name)
         if mine != theirs:
             raise IncompatiblePools(

@@ -306,7 +306,7 @@ class SendSession:
             raise protocol_fault("the engine exported blocks beyond the prompt")
         if first >= end:
             return
-        last_tokens = ticket.prompt_tokens - (end - 1) * block_tokens if end == prompt_blocks else block_tokens
+        last_tokens = self._layout.last_tokens(ticket.prompt_tokens) if end == prompt_blocks else block_tokens
         if end == ready.first_block + len(ready.block_ids) and last_tokens != ready.last_block_tokens:
             raise protocol_fault(f"expected {last_tokens} tokens in the last block, got {ready.last_block_tokens}")
         layers = slice(ready.layer_start, ready.layer_start + ready.layer_count)

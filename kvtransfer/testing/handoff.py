@@ -84,12 +84,12 @@ class Handoff:
             rank.send_as_leader(message)
 
     def range(self, first: int, end: int, *, in_cache: bool) -> Range:
-        tokens = min(end * self.decode.model.block_tokens, self.kv.tokens)
+        layout = self.decode.ranks[0].layout
         return Range(
             export_id=self.ticket.request_id,
             first_block=first,
             block_ids=self.source_ids[first:end],
-            last_block_tokens=tokens - (end - 1) * self.decode.model.block_tokens,
+            last_block_tokens=layout.last_tokens(self.kv.tokens) if end == self.kv.blocks else layout.block_tokens,
             in_cache=in_cache,
             is_last=end == self.kv.blocks,
         )

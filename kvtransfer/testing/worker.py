@@ -52,6 +52,7 @@ class FakeModel:
     dtype: str = "float32"
     fingerprint: str = FINGERPRINT
     joined: bool = False
+    packed: bool = False
 
 
 class FakeKv:
@@ -60,7 +61,7 @@ class FakeKv:
     def __init__(self, model: FakeModel, tokens: int, seed: int = 0) -> None:
         self.tokens = tokens
         self.blocks = blocks_for(tokens, model.block_tokens)
-        layout = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype, model.joined)
+        layout = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype, model.joined, model.packed)
         self._shape = (
             self.blocks, model.layers, layout.sides, model.kv_heads, model.block_tokens, layout.token_bytes
         )  # fmt: skip
@@ -94,6 +95,7 @@ class FakeRank:
         self.layout = KvPoolLayout(
             worker.num_blocks, model.layers, len(self.heads), model.block_tokens, model.head_dim, model.dtype,
             model.joined,
+            model.packed,
         )  # fmt: skip
         self.memory = FakePool(self.layout, worker.device)
         self.fd, self.pool = self.memory.fd, self.memory.pool
@@ -150,6 +152,7 @@ class FakeRank:
                 layout.head_dim,
                 layout.dtype,
                 joined=layout.joined,
+                packed=layout.packed,
             ),
             ticket_key=worker.key,
             digests=worker.digests,
@@ -230,11 +233,11 @@ class FakeRank:
         self.memory.upload()
 
     def holds(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0) -> bool:
-        """Whether every valid token of the prompt's blocks is in this rank's pool."""
+        """Whether all that is to be moved of the prompt's blocks is in this rank's pool."""
         heads, block_tokens = slice(self.heads.start, self.heads.stop), self.layout.block_tokens
         self.memory.download()
         for index, block_id in enumerate(block_ids, first):
-            valid = min(block_tokens, kv.tokens - index * block_tokens)
+            valid = self.layout.last_tokens(kv.tokens) if index == kv.blocks - 1 else block_tokens
             mine, theirs = self.pool.blocks[block_id], kv.data[index, :, :, heads]
             if not np.array_equal(mine[..., :valid, :], theirs[..., :valid, :]):
                 return False

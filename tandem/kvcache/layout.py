@@ -23,7 +23,8 @@ def cell_width(head_dim: int, dtype: str) -> int:
 @dataclass(frozen=True, slots=True)
 class KvPoolLayout:
     """One rank's pool. `kv_heads` are those of the rank, after sharding or replication. `head_dim` is the model's, or
-    `cell_width` of it in int8. `joined`: K and V of a token follow each other, and `head_dim` is that of both."""
+    `cell_width` of it in int8. `joined`: K and V of a token follow each other, and `head_dim` is that of both.
+    `packed`: also joined, but one head of a block has an order of its own, so a part of its tokens cannot be moved."""
 
     num_blocks: int
     layers: int
@@ -32,6 +33,7 @@ class KvPoolLayout:
     head_dim: int
     dtype: str
     joined: bool = False
+    packed: bool = False
 
     @property
     def sides(self) -> int:
@@ -68,6 +70,10 @@ class KvPoolLayout:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def last_tokens(self, prompt_tokens: int) -> int:
+        """Number of tokens that are moved of a prompt's last block."""
+        return self.block_tokens if self.packed else (prompt_tokens - 1) % self.block_tokens + 1
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

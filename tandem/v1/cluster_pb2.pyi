@@ -77,6 +77,7 @@ class KvLayout(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     layers: _builtins.int
@@ -92,6 +93,8 @@ class KvLayout(_message.Message):
     oldest_protocol: _builtins.int
     joined: _builtins.bool
     """K and V of a token follow each other, and head_dim is that of both"""
+    packed: _builtins.bool
+    """one head of a block has an order of its own"""
     def __init__(
         self,
         *,
@@ -106,10 +109,11 @@ class KvLayout(_message.Message):
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
         joined: _builtins.bool = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "joined", b"joined", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "joined", b"joined", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "oldest_protocol", b"oldest_protocol", "packed", b"packed", "protocol", b"protocol", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,8 +64,10 @@ async def test_blocks_arrive_for_any_pair_of_widths(
     assert all(each.blocks == handoff.kv.blocks for each in received)
 
 
-async def test_blocks_arrive_where_k_and_v_are_joined(make_worker: MakeWorker) -> None:
-    prefill, decode = await pair(make_worker, FakeModel(head_dim=16, joined=True), prefill_tp=1, decode_tp=2)
+@pytest.mark.parametrize("packed", [False, True])
+async def test_blocks_arrive_where_k_and_v_are_joined(make_worker: MakeWorker, packed: bool) -> None:
+    model = FakeModel(head_dim=16, joined=True, packed=packed)
+    prefill, decode = await pair(make_worker, model, prefill_tp=1, decode_tp=2)
     handoff = Handoff.make(prefill, decode, tokens=27)  # a partial last block
     handoff.open_receive()
     handoff.open_send()

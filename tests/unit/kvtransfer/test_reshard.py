@@ -11,7 +11,7 @@ from kvtransfer.connection.handshake import Shape
 from kvtransfer.session.reshard import check_compatible, heads_of_rank, reshard_plan
 from tandem.errors import IncompatiblePools
 
-SHAPE = Shape("model", "float32", 2, 4, 64, 16, 1, "", False, 2, 1)
+SHAPE = Shape("model", "float32", 2, 4, 64, 16, 1, "", False, False, 2, 1)
 
 
 def fits(tp: int, kv_heads: int) -> bool:
@@ -64,6 +64,7 @@ def test_a_refusal_says_which_widths_fit() -> None:
         ("layers", 3),
         ("kv_heads", 8),
         ("joined", True),
+        ("packed", True),
         ("head_dim", 128),
         ("block_tokens", 32),
     ],
