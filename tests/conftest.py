@@ -6,6 +6,7 @@ import datetime
 import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ hypothesis.settings.register_profile("tandem", deadline=None)  # no test depends
 hypothesis.settings.load_profile("tandem")
 
 collect_ignore = ["clients"]  # in an environment of their own: make clients
+if find_spec("vllm") is None:
+    collect_ignore.append("vllm")  # likewise: make test-vllm
 WHOLE = {"e2e", "system"}  # folders whose tests share one cluster, or a port that a reader would use
 ROOT = Path(__file__).parent
 CLEAR = 1e-3  # by how much a best logit must lead for an fp32 test to rest on it

@@ -40,6 +40,7 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
+from tandem.vllm_engine.launch import build_vllm_rank
 from worker.agents import Agents
 from worker.gpu_loss import gpu_loss_ends_process
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, Stop
@@ -112,8 +113,10 @@ MakeRoles = Callable[[RoleParts], RoleSet]
 BuildRank = Callable[[WorkerLaunch, int, KvExporter], EngineRank]  # of the rank with this index
 
 
-def build_tandem_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> EngineRank:
-    """A rank of Tandem's own engine. Raises CheckpointError, ConfigError, InsufficientMemory."""
+def build_launched_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> EngineRank:
+    """A rank of the engine that `launch` names. Raises CheckpointError, ConfigError, InsufficientMemory."""
+    if launch.engine.kind == "vllm":
+        return build_vllm_rank(launch, index, exporter)
     return build_rank(
         Path(launch.model_dir),
         launch.engine,
@@ -167,6 +170,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineR
             head_dim=layout.head_dim,
             dtype=layout.dtype,
             joined=layout.joined,
+            packed=layout.packed,
         ),
         ticket_key=identity.ticket_key,
         digests=launch.transfer.digests,
@@ -208,6 +212,7 @@ def worker_info(
             kv_heads=rank.kv_heads,
             head_dim=rank.layout.head_dim,
             joined=rank.layout.joined,
+            packed=rank.layout.packed,
             block_tokens=rank.layout.block_tokens,
             tp=launch.tp,
             protocol=PROTOCOL_VERSION,
@@ -338,7 +343,7 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles, build: BuildRan
         rank.close()
 
 
-def main(make_roles: MakeRoles, description: str, build: BuildRank = build_tandem_rank) -> None:
+def main(make_roles: MakeRoles, description: str, build: BuildRank = build_launched_rank) -> None:
     """The entry point of a rank's process."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--launch", type=Path, required=True)

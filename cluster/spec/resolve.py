@@ -152,6 +152,7 @@ class _RoleLayout:
     model_fingerprint: str = ""
     adapter: str = ""
     joined: bool = False
+    packed: bool = False
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
 
@@ -171,19 +172,29 @@ def _role_layout(spec: ModelSpec, role: Role, config: ModelConfig) -> _RoleLayou
     engine = spec.engine_of(role)
     pool = spec.pool(role) if spec.pool(role).workers else spec.decode
     head_dim = cell_width(config.head_dim, engine.pool_dtype)
-    return _RoleLayout(engine.pool_dtype, config.layers, config.kv_heads, head_dim, engine.block_tokens, pool.tp)
+    packed = engine.kind == "vllm"  # on CPUs, the only device so far
+    return _RoleLayout(
+        engine.pool_dtype,
+        config.layers,
+        config.kv_heads,
+        head_dim,
+        engine.block_tokens,
+        pool.tp,
+        joined=packed,
+        packed=packed,
+    )
 
 
 def _handoff_refusal(spec: ModelSpec, property_name: str) -> ConfigError:
     """`property_name`: of a KV layout. It differs because the roles' engines differ."""
     prefill, decode = (spec.engine_of(role) for role in Role)
-    names = ("block_tokens",) if property_name == "block_tokens" else ("kv_dtype", "dtype")
+    names = {"block_tokens": ("block_tokens",), "joined": ("kind",)}.get(property_name, ("kv_dtype", "dtype"))
     name = next(each for each in names if getattr(prefill, each) != getattr(decode, each))
     ours, theirs = getattr(prefill, name), getattr(decode, name)
     role = Role.PREFILL if getattr(spec.prefill.engine, name) is not None else Role.DECODE
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     given, wanted = (ours, theirs) if role is Role.PREFILL else (theirs, ours)
-    pools = "" if name == "block_tokens" else f" (KV pools of {prefill.pool_dtype} and {decode.pool_dtype})"
+    pools = "" if name in {"block_tokens", "kind"} else f" (KV pools of {prefill.pool_dtype} and {decode.pool_dtype})"
     field = spec.engine_field(role, name)
     return ConfigError(
         f"{field}: expected {wanted}, as on {other} workers, because handoffs need the same KV layout on both sides, "

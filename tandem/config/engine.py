@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
 from tandem.config.frozen import Frozen, PositiveCount
@@ -14,9 +14,30 @@ _WINDOW_S = 0.1
 MAX_LONGEST_STEP_S = 60
 
 
+# What vLLM has under names of its own, or not at all.
+_OF_TANDEM = (
+    "weights",
+    "kv_dtype",
+    "kernels",
+    "batch_invariant",
+    "host_kv_memory_bytes",
+    "longest_step_s",
+    "batching",
+    "speculation",
+)
+
+
 class EngineSpec(Frozen):
     """Settings of one worker's engine. Device `cpu` works on every machine."""
 
+    kind: Literal["tandem", "vllm"] = Field(
+        "tandem", description="tandem: Tandem's own. vllm: vLLM, of the extra tandem-serve[vllm] (docs/engines.md)."
+    )
+    vllm: dict[str, JsonValue] = Field(
+        {},
+        description="vLLM's own settings, as attention_backend, with underscores. A name that the installed version "
+        "does not know, and what Tandem sets itself, is refused at start.",
+    )
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
         "cpu",
         description="Device of a rank. cuda: the controller or Ray chooses a GPU for each rank. cuda:N: the GPU with "
@@ -116,6 +137,22 @@ class EngineSpec(Frozen):
         description="A worker whose engine finishes neither a step nor a layer for this time is replaced, as if it had "
         "died.",
     )
+
+    @model_validator(mode="after")
+    def _settings_are_of_this_engine(self) -> EngineSpec:
+        if self.kind == "tandem" and self.vllm:
+            raise ValueError(f"vllm: expected none with kind tandem, got {', '.join(sorted(self.vllm))}")
+        if self.kind == "vllm":
+            if self.on_gpu:
+                raise ValueError(f"device: expected cpu with kind vllm, which no GPU has run yet, got {self.device}")
+            for name in _OF_TANDEM:
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}: expected none with kind vllm, got {value}: set what vLLM has for it in `vllm`"
+                    )
+            if self.block_tokens % 32:
+                raise ValueError(f"block_tokens: expected 32, 64 or 128 with kind vllm, got {self.block_tokens}")
+        return self
 
     @model_validator(mode="after")
     def _share_is_of_a_gpu(self) -> EngineSpec:

@@ -57,7 +57,10 @@ class TpGroup:
 
     def send_step(self, step: StepInput) -> None:
         """Raises WorkerLost if a follower is gone."""
-        raw = encode_step(step)
+        self.send(encode_step(step))
+
+    def send(self, raw: bytes) -> None:
+        """Sends what `messages` gives on the other ranks. Raises WorkerLost if one is gone."""
         self._broadcast(torch.tensor([len(raw)], dtype=torch.int64), STEP_TIMEOUT)
         self._broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8), STEP_TIMEOUT)
 
@@ -88,16 +91,21 @@ class TpGroup:
 
     def steps(self) -> Iterator[StepInput]:
         """Steps from the leader until it stops. Raises WorkerLost if the leader is gone or silent."""
+        for raw in self.messages():
+            step = decode_step(raw)
+            if step.stop:
+                return
+            yield step
+
+    def messages(self) -> Iterator[bytes]:
+        """Without end. Raises WorkerLost if the leader is gone or silent."""
         timeout = START_TIMEOUT
         while True:
             length = torch.zeros(1, dtype=torch.int64)
             self._broadcast(length, timeout)
             raw = torch.empty(int(length), dtype=torch.uint8)
             self._broadcast(raw, self._idle_timeout)
-            step = decode_step(raw.numpy().tobytes())
-            if step.stop:
-                return
-            yield step
+            yield raw.numpy().tobytes()
             timeout = self._idle_timeout
 
     def _broadcast(self, tensor: Tensor, timeout: timedelta) -> None:

@@ -77,7 +77,7 @@ def routed(short_folder: Path, forks: ForkServer) -> StartRouted:
         )
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
-        forked = forks if rank_module == RANK_MODULE else None
+        forked = forks if rank_module == RANK_MODULE and model.engine.kind == "tandem" else None
         async with workers(short_folder, rank_module, forks=forked) as running:
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())

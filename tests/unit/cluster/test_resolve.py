@@ -239,6 +239,11 @@ def test_a_transport_that_cannot_work_here_is_refused_at_start(
         ({"decode": {"engine": {"kv_dtype": "int8"}}}, "decode.engine.kv_dtype", "expected auto, as on prefill"),
         ({"prefill": {"engine": {"dtype": "bfloat16"}}}, "prefill.engine.dtype", "float32.*got bfloat16.*KV pools of"),
         ({"decode": {"engine": {"block_tokens": 32}}}, "decode.engine.block_tokens", "expected 16, .*got 32: remove"),
+        (
+            {"engine": {"block_tokens": 32}, "prefill": {"engine": {"kind": "vllm"}}},
+            "prefill.engine.kind",
+            "expected tandem, .*got vllm: remove",
+        ),
     ],
 )
 def test_roles_whose_kv_pools_differ_are_refused_by_the_field(

@@ -1,0 +1,289 @@
+"""vLLM as an `Engine` (tandem/engine/api.py), in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams as VllmSampling
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from tandem.engine.api import (
+    Capability,
+    EngineLoad,
+    EngineRequest,
+    RequestEnd,
+    Reservation,
+    StepResult,
+    TokenLogprob,
+    TokenOut,
+    needed,
+)
+from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFailed, UnsupportedField
+from tandem.kvcache.block_pool import CacheEvent
+from tandem.kvcache.blockhash import HashKey, hash_blocks
+from tandem.kvcache.layout import blocks_for
+from tandem.request import FinishReason, SamplingParams
+from tandem.vllm_engine.connector import Shared
+from tandem.vllm_engine.executor import RankExecutor
+from tandem.vllm_engine.exports import Export
+from tandem.vllm_engine.scheduler import TandemScheduler
+
+COUNT_CACHED_S = 0.05  # while it computes; when it is idle the number is exact
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    given: EngineRequest
+    request: Request
+    has_answered: bool = False  # here
+
+
+class VllmEngine:
+    """An `Engine` without a Capability."""
+
+    proposer = ""
+    is_collecting = False
+    can: frozenset[Capability] = frozenset()
+
+    def __init__(self, core: EngineCore, shared: Shared, *, vocab_size: int, max_model_tokens: int) -> None:
+        self._core = core
+        self._executor: RankExecutor = core.model_executor
+        self._scheduler: TandemScheduler = core.scheduler
+        self._shared = shared
+        self._vocab_size = vocab_size
+        self._max_model_tokens = max_model_tokens
+        self._block_tokens: int = core.vllm_config.cache_config.block_size
+        self._held: dict[str, _Held] = {}
+        self._is_starved = False  # nothing fits until something ends
+        self._counted_s = 0.0
+
+    # --- requests
+
+    def add(self, request: EngineRequest) -> None:
+        held = self._hold(request)
+        if request.export_from_block is not None:
+            self._shared.exports[request.request_id] = Export(
+                request.request_id, len(request.prompt), request.export_from_block
+            )
+        self._core.add_request(held.request)
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        held = self._hold(request)
+        cached = self._scheduler.reserve(held.request)
+        if cached is None:
+            del self._held[request.request_id]
+            raise KvExhausted("too few KV blocks are free for this prompt: try another worker, or retry")
+        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return Reservation(request.request_id, tuple(blocks), cached // self._block_tokens, cached)
+
+    def join(self, request_id: str, first_token: int) -> None:
+        self._check_tokens((first_token,), "first_token")
+        held = self._held[request_id]
+        if held.given.sampling.max_tokens <= 1:
+            raise InputError("max_tokens: expected more than one token for a join", field="max_tokens")
+        held.has_answered = True
+        self._scheduler.join(request_id, first_token)
+        self._is_starved = False
+
+    def cancel(self, request_id: str) -> bool:
+        if self._held.pop(request_id, None) is None:
+            return False
+        self._scheduler.cancel(request_id)
+        self._is_starved = False
+        return True
+
+    def hold(self, request_id: str) -> bool:
+        return False
+
+    def resume(self, request_id: str) -> None:
+        raise InputError(f"{request_id}: expected a held request")
+
+    def export_held(self, request_id: str, first_block: int) -> int:
+        raise InputError(f"{request_id}: expected a held request")
+
+    def release_export(self, request_id: str) -> None:
+        self.cancel(request_id)
+
+    def _hold(self, request: EngineRequest) -> _Held:
+        self._check(request)
+        answer_from = len(request.prompt) - request.answered_tokens
+        prompt = list(request.prompt)
+        made = Request(
+            request.request_id,
+            prompt[:answer_from],
+            _sampling(request),
+            None,
+            block_hasher=_Hasher(request.hash_key, self._block_tokens),
+        )
+        if request.answered_tokens:
+            made.append_output_token_ids(prompt[answer_from:])
+        held = self._held[request.request_id] = _Held(request, made)
+        self._is_starved = False
+        return held
+
+    def _check(self, request: EngineRequest) -> None:
+        if lacking := needed(request.sampling) - self.can:
+            raise UnsupportedField(f"expected a request that needs none of {', '.join(sorted(lacking))}")
+        if request.request_id in self._held:
+            raise InputError("request_id: expected an unused id", field="request_id")
+        if not request.prompt:
+            raise InputError("prompt: expected at least one token, got none", field="prompt")
+        self._check_tokens(request.prompt, "prompt")
+        if request.sampling.logit_bias:
+            self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        if not 0 <= request.answered_tokens < len(request.prompt):
+            raise InputError("answer_tokens: expected fewer tokens than the prompt has", field="answer_tokens")
+        limit = min(self._max_model_tokens, self._scheduler.counts().total * self._block_tokens)
+        if len(request.prompt) >= limit:
+            raise ContextExceeded(
+                f"prompt: expected fewer than {limit} tokens (the context, or all KV blocks of a worker), got "
+                f"{len(request.prompt)}",
+                field="prompt",
+            )
+
+    def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise InputError(f"{field}: expected token ids from 0 to {self._vocab_size - 1}", field=field)
+
+    # --- steps
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.ready > 0 and not self._is_starved
+
+    def step(self) -> StepResult:
+        outputs, computed = self._core.step()
+        tokens: list[TokenOut] = []
+        ended: list[RequestEnd] = []
+        for each in (output for of_client in outputs.values() for output in of_client.outputs):
+            if (held := self._held.get(each.request_id)) is not None:
+                self._take(each, held, tokens, ended)
+        if not computed and not ended and self._scheduler.ready:
+            self._starve(ended)
+        now_s = time.monotonic()
+        if now_s - self._counted_s > COUNT_CACHED_S or not self.has_work:
+            self._counted_s = now_s
+            self._scheduler.count_cached()
+        planned = self._scheduler.planned
+        return StepResult(tuple(tokens), tuple(ended), work=planned.work, began=tuple(planned.began))
+
+    def _take(self, output: EngineCoreOutput, held: _Held, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
+        for place, token in enumerate(output.new_token_ids):
+            cached = None
+            if not held.has_answered:
+                held.has_answered = True
+                cached = 0 if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
+            logprob, top = _logprobs(output.new_logprobs, place, held.given.sampling.logprobs)
+            tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached))
+        if output.finish_reason is None:
+            return
+        request_id = held.given.request_id
+        if output.finish_reason not in (VllmReason.STOP, VllmReason.LENGTH):
+            self.cancel(request_id)
+            ended.append(RequestEnd(request_id, error=RequestFailed(f"vLLM ended it: {output.finish_reason}")))
+            return
+        reason = FinishReason.STOP if output.finish_reason == VllmReason.STOP else FinishReason.LENGTH
+        if held.given.export_from_block is None:
+            del self._held[request_id]
+            self._is_starved = False
+        elif reason is FinishReason.LENGTH and held.given.sampling.max_tokens > 1:
+            ended.append(RequestEnd(request_id))  # an export ends with its first token
+            return
+        ended.append(RequestEnd(request_id, reason))
+
+    def _starve(self, ended: list[RequestEnd]) -> None:
+        """Nothing could be scheduled. Leased blocks will be released; without any, requests that wait hold all of them,
+        such as several whose KV was imported, and the youngest gives its own up."""
+        counts = self._scheduler.counts()
+        if counts.leased or self._scheduler.running:
+            self._is_starved = True
+            return
+        request = self._scheduler.youngest_waiting()
+        self.cancel(request.request_id)
+        needs = blocks_for(request.num_tokens + 1, self._block_tokens)
+        error = KvExhausted(f"{request.num_tokens} tokens need {needs} of {counts.total} KV blocks: retry later")
+        ended.append(RequestEnd(request.request_id, error=error))
+
+    def collect(self) -> float | None:
+        return None
+
+    def report_layers(self, after_layer: Callable[[], None]) -> None:
+        self._shared.after_layer = after_layer
+
+    def idle_tick(self) -> None:
+        self._executor.beat()
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    # --- state
+
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    def load(self) -> EngineLoad:
+        scheduler = self._scheduler
+        return EngineLoad(
+            scheduler.ready - len(scheduler.running),
+            len(scheduler.running),
+            scheduler.waiting_tokens(),
+            scheduler.counts(),
+            scheduler.reserved,
+        )
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        return self._scheduler.take_cache_events()
+
+
+@dataclass(frozen=True, slots=True)
+class _Hasher:
+    """vLLM finds blocks by our hashes, so tenants stay apart, and its events are those of our prefix index."""
+
+    key: HashKey
+    block_tokens: int
+
+    def __call__(self, request: Request) -> list[bytes]:
+        """Of the full blocks that `request` has no hash of yet."""
+        known = request.block_hashes
+        tokens = request.all_token_ids[len(known) * self.block_tokens :]
+        return hash_blocks(tokens, self.block_tokens, self.key, parent=known[-1] if known else None)
+
+
+def _sampling(request: EngineRequest) -> VllmSampling:
+    """An export stops after one token. What another worker answered counts as output, as in vLLM after a preemption."""
+    given: SamplingParams = request.sampling
+    most = request.answered_tokens + (given.max_tokens if request.export_from_block is None else 1)
+    return VllmSampling(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k or 0,
+        min_p=given.min_p,
+        seed=given.seed % 2**63,
+        max_tokens=most,
+        min_tokens=min(given.min_tokens, most),
+        stop_token_ids=sorted(given.stop_token_ids),
+        ignore_eos=True,  # the router says what ends an answer
+        logprobs=given.logprobs,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=dict(given.logit_bias) or None,
+        detokenize=False,
+        skip_reading_prefix_cache=not request.use_prefix_cache,
+    )
+
+
+def _logprobs(found: Any, place: int, wanted: int | None) -> tuple[float | None, tuple[TokenLogprob, ...]]:
+    """vLLM's row: the chosen token, then the most likely ones, best first."""
+    if found is None or wanted is None:
+        return None, ()
+    ids, values = found.logprob_token_ids[place], found.logprobs[place]
+    top = tuple(TokenLogprob(int(ids[at]), float(values[at])) for at in range(1, wanted + 1))
+    return float(values[0]), top

@@ -1,0 +1,83 @@
+"""vLLM's executor over a worker's ranks, which are processes that Tandem starts. Each has a whole engine core, and all
+make the same KV cache of it; from then on only rank 0 schedules, and the others run its steps."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from tandem.engine.tp_group import TpGroup
+from tandem.errors import WorkerLost
+from tandem.vllm_engine.steps import decode, encode
+
+_BEAT, _STOP = b"beat", b"stop"
+
+
+class RankExecutor(UniProcExecutor):  # type: ignore[misc]
+    """A subclass for each rank (`executor_of`) says which one it is."""
+
+    index = 0
+    rendezvous_file = Path()
+
+    def _init_executor(self) -> None:
+        size = self.parallel_config.world_size
+        self._group: TpGroup | None = None
+        if size > 1:
+            self._group = TpGroup(self.rendezvous_file, self.index, size, torch.device("cpu"))
+        super()._init_executor()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return f"file://{self.rendezvous_file}-vllm", self.index, self.index
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Each rank calls its own worker. What all return is the same: they have equal shards."""
+        own = super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+        return own if single_value or non_block else own * self.parallel_config.world_size
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        if self._group is not None:
+            self._group.send(encode(scheduler_output))
+        return super().execute_model(scheduler_output, non_block)
+
+    def beat(self) -> None:
+        """Tells the ranks that wait for a step that this one lives."""
+        if self._group is not None:
+            self._group.send(_BEAT)
+
+    def follow(self) -> None:
+        """Runs the steps of rank 0 until it stops. Raises WorkerLost without it."""
+        if self._group is None:
+            return
+        for message in self._group.messages():
+            if message == _STOP:
+                return
+            if message != _BEAT and self.driver_worker.execute_model(decode(message)) is None:
+                self.driver_worker.sample_tokens(None)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            if self.index == 0:
+                with suppress(WorkerLost):
+                    self._group.send(_STOP)
+            self._group.close()
+            self._group = None
+        super().shutdown()
+
+
+def executor_of(rendezvous: Path, rank: int) -> type[RankExecutor]:
+    class Executor(RankExecutor):
+        index, rendezvous_file = rank, rendezvous
+
+    return Executor

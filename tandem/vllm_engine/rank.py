@@ -1,0 +1,79 @@
+"""One rank of a worker whose engine is vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from vllm.v1.engine.core import EngineCore
+
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.launch import WorkerLaunch
+from tandem.engine.api import KvExporter
+from tandem.engine.kv_pool import KvPool
+from tandem.engine.step_work import WorkShape
+from tandem.errors import ConfigError
+from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
+from tandem.vllm_engine.connector import SHARED, Shared
+from tandem.vllm_engine.engine import VllmEngine
+from tandem.vllm_engine.executor import RankExecutor, executor_of
+from tandem.vllm_engine.first_runner import continue_answers
+from tandem.vllm_engine.settings import engine_config, start_error
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRank:
+    """One rank. Only rank 0 has a `leader`."""
+
+    model_dir: Path
+    layout: KvPoolLayout
+    pool: KvPool
+    work_shape: WorkShape
+    kv_heads: int
+    max_model_tokens: int
+    core: EngineCore
+    leader: VllmEngine | None
+
+    @property
+    def executor(self) -> RankExecutor:
+        return cast(RankExecutor, self.core.model_executor)
+
+    @property
+    def engine(self) -> VllmEngine:
+        if self.leader is None:
+            raise ConfigError("only rank 0 of a worker has an engine", field="rank")
+        return self.leader
+
+    def follow(self) -> None:
+        """Runs the steps of rank 0 until it stops. Raises WorkerLost without it."""
+        self.executor.follow()
+
+    def close(self) -> None:
+        """The last call. Rank 0 tells the others to stop."""
+        self.core.shutdown()
+
+
+def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRank:
+    """Raises ConfigError, CheckpointError, InsufficientMemory."""
+    spec, model_dir = launch.engine, Path(launch.model_dir)
+    sizes = ModelConfig.load(model_dir)
+    shared = Shared(exporter)
+    make_executor = executor_of(launch.rendezvous_file, index)
+    config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor)
+    model = config.model_config
+    try:
+        core = EngineCore(config, make_executor, log_stats=False)
+    except ValueError as error:
+        raise start_error(error) from error
+    if not config.use_v2_model_runner:
+        core.collective_rpc(continue_answers)
+    if shared.pool is None:
+        raise ConfigError("engine.kind: expected a model with a KV cache")
+    layout = shared.pool.layout
+    shape = WorkShape.of(sizes, weight_bytes=DTYPE_BYTES[spec.dtype], kv_bytes=layout.element_bytes)
+    kv_heads = model.get_total_num_kv_heads()
+    leader = None
+    if index == 0:
+        leader = VllmEngine(core, shared, vocab_size=model.get_vocab_size(), max_model_tokens=model.max_model_len)
+    return VllmRank(model_dir, layout, shared.pool, shape, kv_heads, model.max_model_len, core, leader)

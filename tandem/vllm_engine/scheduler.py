@@ -1,0 +1,185 @@
+"""vLLM's scheduler, which also reserves blocks for prompts whose KV is imported, and keeps those that are exported.
+
+Everything here that begins with an underscore in vLLM is private to it: tests/vllm/test_contract.py looks at each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventPublisher
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from tandem.engine.step_work import NO_WORK, StepWork
+from tandem.kvcache.block_pool import BlockCounts, CacheEvent
+from tandem.vllm_engine.connector import SHARED, Shared
+
+
+class _KeptEvents(EventPublisher):  # type: ignore[misc]
+    """Keeps vLLM's events of its prefix cache until they are asked for."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, events: Any) -> None:
+        self.events += events.events
+
+    def shutdown(self) -> None:
+        self.events.clear()
+
+
+@dataclass(slots=True)
+class Planned:
+    """Of the last step. `began`: requests whose first prompt chunk it computes."""
+
+    work: StepWork = NO_WORK
+    began: list[str] = field(default_factory=list)
+
+
+class TandemScheduler(Scheduler):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shared: Shared = self.vllm_config.kv_transfer_config.kv_connector_extra_config[SHARED]
+        self._kept = self.kv_event_publisher = _KeptEvents()
+        self._reserved: dict[str, Request] = {}
+        self._cached_blocks = 0
+        self.preemptions = 0
+        self.planned = Planned()
+        self._allocate = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
+
+    # --- imports and exports
+
+    def reserve(self, request: Request) -> int | None:
+        """Allocates the blocks of a prompt whose KV will be imported. Returns the number of its tokens that are cached;
+        None: there are too few blocks now."""
+        manager = self.kv_cache_manager
+        found, cached, _ = manager.get_computed_blocks(request)
+        blocks = manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=cached,
+            new_computed_blocks=found,
+            num_external_computed_tokens=request.num_tokens - cached,
+            delay_cache_blocks=True,
+            full_sequence_must_fit=True,
+            reserved_blocks=self._inflight_prefill_reserved_blocks(),
+            has_scheduled_reqs=bool(self.running),
+        )
+        if blocks is None:
+            return None
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = request.num_tokens
+        self._inflight_prefills.add(request)
+        self._reserved[request.request_id] = request
+        self.add_request(request)
+        return int(cached)
+
+    def join(self, request_id: str, first_token: int) -> None:
+        self._reserved.pop(request_id).append_output_token_ids(first_token)
+        self.finished_recving_kv_req_ids.add(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Frees a request's blocks, in any state: no transfer agent uses them any more."""
+        self._shared.exports.pop(request_id, None)
+        if self._reserved.pop(request_id, None) is not None:
+            self.finished_recving_kv_req_ids.add(request_id)
+        request = self.requests[request_id]
+        if request.is_finished():
+            self._free_blocks(request)  # an exported prompt
+        else:
+            self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """An exported prompt gets all of its blocks with its first chunk."""
+        if request.request_id in self._shared.exports:
+            computed = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
+            kwargs["num_lookahead_tokens"] = max(request.num_tokens - computed - num_new_tokens, 0)
+        return self._allocate(request, num_new_tokens, *args, **kwargs)
+
+    def _request_blocks_can_be_freed(self, request: Request) -> bool:
+        """Those of an exported prompt are read by transfer agents, so it is never preempted."""
+        return request.request_id not in self._shared.exports and super()._request_blocks_can_be_freed(request)
+
+    # --- steps
+
+    @property
+    def ready(self) -> int:
+        """Requests that a step could compute."""
+        running, waiting = self.get_request_counts()
+        return int(running + waiting - len(self._reserved))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            if len(all_tokens := self.requests[new.req_id].all_token_ids) > len(new.prompt_token_ids):
+                new.prefill_token_ids = list(all_tokens)  # for either runner: the answer has begun elsewhere
+        work, began = NO_WORK, []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            start = request.num_computed_tokens - count
+            decodes = start >= request.num_prompt_tokens
+            work = work.with_chunk(start, count, decodes=decodes, samples=int(not request.is_prefill_chunk))
+            if request.prefill_stats is not None and start == request.prefill_stats.num_cached_tokens and not decodes:
+                began.append(request_id)
+        self.planned = Planned(work, began)
+        return output
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.preemptions += 1
+        super()._preempt_request(request, *args, **kwargs)
+
+    # --- state
+
+    @property
+    def reserved(self) -> int:
+        return len(self._reserved)
+
+    def youngest_waiting(self) -> Request:
+        """Of those that hold blocks, if any does. Call it only while a request waits."""
+        holding = [each for each in self.kv_holding_waiting if each.request_id not in self._reserved]
+        return [*self.waiting, *holding][-1]
+
+    def waiting_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.waiting)
+
+    def count_cached(self) -> None:
+        """For `counts`: looks at each block, so it is not done at every step."""
+        blocks = self.kv_cache_manager.block_pool.blocks
+        self._cached_blocks = sum(each.ref_cnt == 0 and each.block_hash is not None for each in blocks)
+
+    def counts(self) -> BlockCounts:
+        """Conserved by vLLM's own count of free blocks, which includes cached ones. Its block 0 is never used."""
+        manager = self.kv_cache_manager
+        pool = manager.block_pool
+        available, total = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+        held: Counter[int] = Counter()
+        for request_id in [*self._reserved, *self._shared.exports]:
+            request = self._reserved.get(request_id) or self.requests.get(request_id)
+            if request is not None and (request_id in self._reserved or request.is_finished()):
+                held.update(manager.get_block_ids(request_id)[0])
+        leased = sum(pool.blocks[block].ref_cnt == holds for block, holds in held.items())
+        cached = min(self._cached_blocks, available)
+        return BlockCounts(available - cached, cached, leased, total - available - leased, total)
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """vLLM reports each block; a hash stays findable until the last block with it is gone."""
+        pool = self.kv_cache_manager.block_pool
+        taken, self._kept.events = [*self._kept.events, *self.kv_cache_manager.take_events()], []
+        events = []
+        for event in taken:
+            if isinstance(event, BlockStored):
+                events.append(CacheEvent(True, tuple(event.block_hashes)))
+            elif isinstance(event, BlockRemoved):
+                gone = tuple(
+                    each
+                    for each in event.block_hashes
+                    if pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(each, 0)) is None
+                )
+                if gone:
+                    events.append(CacheEvent(False, gone))
+        return events

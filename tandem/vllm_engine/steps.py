@@ -1,0 +1,122 @@
+"""A step of vLLM on its way to the other ranks of a worker: what models of text need, in a form that runs nothing.
+
+vLLM sends its steps as pickles, which Tandem reads from no socket.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from tandem.errors import InternalError
+from tandem.scheduler.plan import ExportRange
+from tandem.vllm_engine.connector import StepExports
+
+_Blocks = tuple[list[int], ...]  # of each kind of KV
+
+
+class _New(msgspec.Struct, array_like=True):
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    block_ids: _Blocks
+    num_computed_tokens: int
+    prefill_token_ids: list[int] | None
+
+
+class _Step(msgspec.Struct, array_like=True):
+    new: list[_New]
+    req_ids: list[str]
+    resumed: set[str]
+    all_token_ids: dict[str, list[int]]
+    new_block_ids: list[_Blocks | None]
+    num_computed_tokens: list[int]
+    num_output_tokens: list[int]
+    scheduled: dict[str, int]
+    finished: set[str]
+    preempted: set[str] | None
+    exports: tuple[ExportRange, ...]
+
+
+# Empty in every step of a model of text without drafts, adapters and constraints.
+NOT_SENT = (
+    "scheduled_spec_decode_tokens",
+    "scheduled_encoder_inputs",
+    "free_encoder_mm_hashes",
+    "has_structured_output_requests",
+    "num_invalid_spec_tokens",
+    "has_sync_kv_loads",
+    "ec_connector_metadata",
+    "new_block_ids_to_zero",
+    "kv_cache_block_copies",
+    "num_spec_tokens_to_schedule",
+)
+
+_decoder = msgspec.msgpack.Decoder(_Step)
+
+
+def encode(step: SchedulerOutput) -> bytes:
+    """Raises InternalError for a step that has more than is sent."""
+    again, exports = step.scheduled_cached_reqs, step.kv_connector_metadata
+    more = [name for name in NOT_SENT if getattr(step, name)]
+    if more or again.new_token_ids or not isinstance(exports, StepExports):
+        raise InternalError(f"a step for the other ranks has what is not sent to them: {', '.join(more) or 'tokens'}")
+    new = [
+        _New(
+            each.req_id,
+            each.prompt_token_ids,
+            each.sampling_params,
+            each.block_ids,
+            each.num_computed_tokens,
+            each.prefill_token_ids,
+        )
+        for each in step.scheduled_new_reqs
+    ]
+    wire = _Step(
+        new,
+        again.req_ids,
+        again.resumed_req_ids,
+        again.all_token_ids,
+        again.new_block_ids,
+        again.num_computed_tokens,
+        again.num_output_tokens,
+        step.num_scheduled_tokens,
+        step.finished_req_ids,
+        step.preempted_req_ids,
+        exports.ranges,
+    )
+    return msgspec.msgpack.encode(wire)
+
+
+def decode(raw: bytes) -> SchedulerOutput:
+    wire = _decoder.decode(raw)
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            req_id=each.req_id,
+            prompt_token_ids=each.prompt_token_ids,
+            mm_features=[],
+            sampling_params=each.sampling_params,
+            pooling_params=None,
+            block_ids=each.block_ids,
+            num_computed_tokens=each.num_computed_tokens,
+            lora_request=None,
+            prefill_token_ids=each.prefill_token_ids,
+        )
+        for each in wire.new
+    ]
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=wire.req_ids,
+        resumed_req_ids=wire.resumed,
+        new_token_ids=[],
+        all_token_ids=wire.all_token_ids,
+        new_block_ids=wire.new_block_ids,
+        num_computed_tokens=wire.num_computed_tokens,
+        num_output_tokens=wire.num_output_tokens,
+    )
+    step.num_scheduled_tokens = wire.scheduled
+    step.total_num_scheduled_tokens = sum(wire.scheduled.values())
+    step.finished_req_ids, step.preempted_req_ids = wire.finished, wire.preempted
+    step.kv_connector_metadata = StepExports(wire.exports)
+    return step

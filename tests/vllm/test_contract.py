@@ -1,0 +1,164 @@
+"""What we touch of vLLM that is private, or may change with a version: a change fails here by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tandem.config.engine import EngineSpec
+from tandem.errors import ConfigError
+from tandem.vllm_engine import launch
+
+if TYPE_CHECKING:
+    from tandem.vllm_engine.rank import VllmRank
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of vLLM's own modules
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def test_the_installed_version_is_in_the_range() -> None:
+    assert launch.check_version().startswith("0.")
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0.0+cpu"])
+def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(launch, "version", lambda package: found)
+    with pytest.raises(ConfigError, match=f"expected vLLM 0.32 or newer, below 0.33, got {found.split('+')[0]}"):
+        launch.check_version()
+
+
+def test_what_tandem_decides_is_still_a_setting(rank: VllmRank) -> None:
+    from vllm import EngineArgs
+
+    from tandem.vllm_engine.settings import DECIDED
+
+    known = {each.name for each in dataclasses.fields(EngineArgs)}
+    assert set(DECIDED) <= known
+
+
+def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler: Any = rank.engine._scheduler
+    assert isinstance(scheduler, Scheduler)
+    for name in (
+        "_inflight_prefills",
+        "finished_recving_kv_req_ids",
+        "kv_event_publisher",
+        "requests",
+        "running",
+        "waiting",
+    ):
+        assert hasattr(scheduler, name), name
+    assert parameters(Scheduler._preempt_request) >= {"self", "request", "timestamp"}
+    assert parameters(Scheduler._request_blocks_can_be_freed) == {"self", "request"}
+    assert parameters(Scheduler._free_blocks) == {"self", "request"}
+    assert parameters(Scheduler._inflight_prefill_reserved_blocks) == {"self"}
+    assert scheduler.defer_block_free is False, "steps overlap"
+    manager = scheduler.kv_cache_manager
+    assert parameters(type(manager).allocate_slots) >= {
+        "num_new_tokens",
+        "num_new_computed_tokens",
+        "new_computed_blocks",
+        "num_lookahead_tokens",
+        "num_external_computed_tokens",
+        "delay_cache_blocks",
+        "full_sequence_must_fit",
+        "reserved_blocks",
+        "has_scheduled_reqs",
+    }
+    pool = manager.block_pool
+    assert pool.null_block.block_id == 0
+    assert pool.get_num_free_blocks() <= pool.num_gpu_blocks - 1
+    assert {"ref_cnt", "block_hash"} <= set(dir(pool.blocks[1]))
+
+
+def test_the_first_model_runner_has_what_is_helped(rank: VllmRank) -> None:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "scheduler_output" in parameters(GPUModelRunner._update_states)
+    assert "request" in parameters(InputBatch.add_request)
+    assert {"output_token_ids", "generator", "num_computed_tokens"} <= {
+        each.name for each in dataclasses.fields(CachedRequestState)
+    }
+    assert {"prefill_token_ids", "prompt_token_ids", "req_id"} <= {
+        each.name for each in dataclasses.fields(NewRequestData)
+    }
+    runner = rank.executor.driver_worker.worker.model_runner
+    assert runner._update_states.__name__ == "update_with_begun"
+    assert runner.input_batch.add_request.__name__ == "add_begun"
+
+
+def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
+    """A field that a version of vLLM adds is either sent or empty."""
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    from tandem.vllm_engine.steps import NOT_SENT
+
+    sent = {
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "finished_req_ids",
+        "preempted_req_ids",
+        "kv_connector_metadata",
+    }
+    of_rank_0 = {
+        "scheduled_encoder_input_stats",
+        "pending_structured_output_tokens",
+        "aux_output_connector_metadata",
+        "ec_manager_metadata",
+        "kv_connector_block_state",
+        "num_common_prefix_blocks",
+    }
+    assert {each.name for each in dataclasses.fields(SchedulerOutput)} == {*sent, *NOT_SENT, *of_rank_0}
+    assert {each.name for each in dataclasses.fields(CachedRequestData)} == {
+        "req_ids",
+        "resumed_req_ids",
+        "new_token_ids",
+        "all_token_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+    }
+    assert {each.name for each in dataclasses.fields(NewRequestData)} == {
+        "req_id",
+        "prompt_token_ids",
+        "mm_features",
+        "sampling_params",
+        "pooling_params",
+        "block_ids",
+        "num_computed_tokens",
+        "lora_request",
+        "prompt_embeds",
+        "prompt_is_token_ids",
+        "prefill_token_ids",
+        "replay_start",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"block_size": 32}, "engine.vllm.block_size: expected none, because set block_tokens"),
+        ({"speculative_config": {}}, "drafts have KV of their own"),
+        ({"no_such_flag": 1}, "engine.vllm.no_such_flag: expected a setting that vLLM"),
+        ({"quantization": "no-such"}, "engine.vllm: "),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(rank: VllmRank, flags: dict[str, Any], said: str) -> None:
+    from tandem.vllm_engine.settings import engine_config
+
+    spec = EngineSpec(kind="vllm", block_tokens=32, vllm=flags)
+    with pytest.raises(ConfigError, match=said) as refused:
+        engine_config(rank.model_dir, spec, 1, {}, type(rank.executor))
+    assert refused.value.field == "engine.vllm"
