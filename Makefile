@@ -17,7 +17,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy clients soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whol
 
 clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
 	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/clients.sh $(ARGS)
+
+test-vllm: $(DEV)  ## Run workers whose engine is vLLM, in an environment of their own (ARGS="-k pair")
+	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/vllm.sh $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
 	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" --timeout=14400 $(ARGS)
