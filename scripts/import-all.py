@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 HELPERS = "testing"  # for tests and benchmarks, not in the wheel
-NOT_ON_CPUS = ("triton", "flashinfer")  # come with torch for GPUs, or with the extra for them
+NOT_EVERYWHERE = ("triton", "flashinfer", "vllm")  # come with torch for GPUs, or with an extra
 
 
 def main(repository: Path) -> int:
@@ -45,11 +45,11 @@ def main(repository: Path) -> int:
 
 
 def imports(module: str) -> bool:
-    """False where it needs what there is only beside a GPU."""
+    """False where it needs what is not installed everywhere."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name not in NOT_ON_CPUS:
+        if missing.name not in NOT_EVERYWHERE:
             raise
         print(f"{module}: not imported without {missing.name}")
         return False
