@@ -158,13 +158,14 @@ class VllmEngine:
         return self._scheduler.ready > 0 and not self._is_starved
 
     def step(self) -> StepResult:
+        preempted = self.preemptions
         outputs, computed = self._core.step()
         tokens: list[TokenOut] = []
         ended: list[RequestEnd] = []
         for each in (output for of_client in outputs.values() for output in of_client.outputs):
             if (held := self._held.get(each.request_id)) is not None:
                 self._take(each, held, tokens, ended)
-        if not computed and not ended and self._scheduler.ready:
+        if not computed and not ended and self._scheduler.ready and self.preemptions == preempted:
             self._starve(ended)
         now_s = time.monotonic()
         if now_s - self._counted_s > COUNT_CACHED_S or not self.has_work:

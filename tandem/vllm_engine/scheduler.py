@@ -114,6 +114,8 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         return int(running + waiting - len(self._reserved))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._shared.exports:  # the last is preempted, and without another to preempt, nothing behind it runs
+            self.running.sort(key=lambda request: request.request_id not in self._shared.exports)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if len(all_tokens := self.requests[new.req_id].all_token_ids) > len(new.prompt_token_ids):

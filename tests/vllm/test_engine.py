@@ -226,6 +226,30 @@ def test_a_preempted_answer_comes_whole(engine: VllmEngine) -> None:
     assert [tokens[each.request_id] for each in together] == expected
 
 
+def test_an_export_goes_on_while_an_answer_before_it_waits_for_blocks(engine: VllmEngine) -> None:
+    """The pool is full when the answer needs its 16th block, and the export behind it is halfway."""
+    prompt = random_prompt(470, VOCAB, 8)
+    expected = answer(engine, made(prompt, 30))
+    answering, export = made(prompt, 30), made(random_prompt(320, VOCAB, 9), export=0)
+    engine.add(answering)
+    tokens: list[int] = []
+    while len(tokens) < 8:
+        tokens += [each.token_id for each in engine.step().tokens]
+    held = [made(random_prompt(size, VOCAB, size), 5) for size in (383, 384, 382, 64)]
+    for each in held:
+        engine.reserve(each)
+    engine.add(export)
+    before = engine.preemptions
+    found, ends = drain(engine)
+    assert ends == {export.request_id: RequestEnd(export.request_id)}
+    assert engine.preemptions == before + 1
+    engine.release_export(export.request_id)
+    rest, _ = drain(engine)
+    assert [*tokens, *found[answering.request_id], *rest[answering.request_id]] == expected
+    for each in held:
+        engine.cancel(each.request_id)
+
+
 def test_too_few_free_blocks_refuse_a_reservation_and_change_nothing(engine: VllmEngine) -> None:
     held = [made(random_prompt(400, VOCAB, number), 5) for number in range(4)]
     for each in held:
