@@ -14,4 +14,4 @@ if ! [ "$vllm/.stamp" -nt scripts/vllm-requirements.txt ] || ! [ "$vllm/.stamp" 
   touch "$vllm/.stamp"
 fi
 
-PYTHONPATH=$PWD OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false "$vllm/bin/python" -m pytest tests/vllm "$@"
+PYTHONPATH=$PWD OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false "$vllm/bin/python" -m pytest -n 2 tests/vllm "$@"
