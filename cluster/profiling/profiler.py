@@ -55,6 +55,8 @@ class _NullExporter:
 @contextmanager
 def build_alone(folder: Path, spec: EngineSpec) -> Iterator[Rank]:
     """Builds a single rank. Raises ConfigError, CheckpointError."""
+    if spec.kind != "tandem":
+        raise ConfigError("engine.kind: expected tandem: other engines cannot be profiled yet", field="engine.kind")
     with tempfile.TemporaryDirectory() as scratch:
         yield build_rank(
             folder, spec, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NullExporter()

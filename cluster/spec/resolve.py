@@ -160,6 +160,13 @@ class _RoleLayout:
 def check_handoff(spec: ModelSpec, config: ModelConfig) -> None:
     """Raises ConfigError naming the field if workers of the two roles cannot exchange KV blocks."""
     prefill, decode = (_role_layout(spec, role, config) for role in Role)
+    settings = [spec.engine_of(role).vllm for role in Role]
+    if settings[0] != settings[1]:
+        fields = [spec.engine_field(role, "vllm") for role in Role]
+        field = max(fields, key=len)  # of a role that has its own
+        raise ConfigError(
+            f"{field}: expected the same for both roles, because KV depends on it: set it in engine.vllm", field=field
+        )
     try:
         check_compatible(prefill, decode)
     except IncompatiblePools as error:
@@ -172,16 +179,16 @@ def _role_layout(spec: ModelSpec, role: Role, config: ModelConfig) -> _RoleLayou
     engine = spec.engine_of(role)
     pool = spec.pool(role) if spec.pool(role).workers else spec.decode
     head_dim = cell_width(config.head_dim, engine.pool_dtype)
-    packed = engine.kind == "vllm"  # on CPUs, the only device so far
+    is_vllm = engine.kind == "vllm"  # on CPUs, the only device so far
     return _RoleLayout(
         engine.pool_dtype,
         config.layers,
         config.kv_heads,
-        head_dim,
+        2 * head_dim if is_vllm else head_dim,
         engine.block_tokens,
         pool.tp,
-        joined=packed,
-        packed=packed,
+        joined=is_vllm,
+        packed=is_vllm,
     )
 
 

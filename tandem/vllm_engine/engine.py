@@ -34,14 +34,15 @@ from tandem.vllm_engine.executor import RankExecutor
 from tandem.vllm_engine.exports import Export
 from tandem.vllm_engine.scheduler import TandemScheduler
 
-COUNT_CACHED_S = 0.05  # while it computes; when it is idle the number is exact
+COUNT_CACHED_S = 0.05  # how often cached blocks are told from free ones while it computes
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     given: EngineRequest
     request: Request
-    has_answered: bool = False  # here
+    has_begun: bool = False  # here: its first tokens are computed, or their KV was imported
+    cached_tokens: int | None = None  # to be said with its first token
 
 
 class VllmEngine:
@@ -62,6 +63,7 @@ class VllmEngine:
         self._held: dict[str, _Held] = {}
         self._is_starved = False  # nothing fits until something ends
         self._counted_s = 0.0
+        self._counts_changed = True
 
     # --- requests
 
@@ -85,17 +87,23 @@ class VllmEngine:
     def join(self, request_id: str, first_token: int) -> None:
         self._check_tokens((first_token,), "first_token")
         held = self._held[request_id]
-        if held.given.sampling.max_tokens <= 1:
+        if self._ends_with(held.given, first_token):
             raise InputError("max_tokens: expected more than one token for a join", field="max_tokens")
-        held.has_answered = True
+        held.has_begun = True
         self._scheduler.join(request_id, first_token)
         self._is_starved = False
+
+    def _ends_with(self, given: EngineRequest, token: int) -> bool:
+        """Whether a first token is the last."""
+        sampling = given.sampling
+        is_full = len(given.prompt) + 1 >= self._max_model_tokens
+        return sampling.max_tokens <= 1 or is_full or token in sampling.stop_token_ids
 
     def cancel(self, request_id: str) -> bool:
         if self._held.pop(request_id, None) is None:
             return False
         self._scheduler.cancel(request_id)
-        self._is_starved = False
+        self._is_starved, self._counts_changed = False, True
         return True
 
     def hold(self, request_id: str) -> bool:
@@ -121,6 +129,7 @@ class VllmEngine:
             None,
             block_hasher=_Hasher(request.hash_key, self._block_tokens),
         )
+        made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
         if request.answered_tokens:
             made.append_output_token_ids(prompt[answer_from:])
         held = self._held[request.request_id] = _Held(request, made)
@@ -137,9 +146,11 @@ class VllmEngine:
         self._check_tokens(request.prompt, "prompt")
         if request.sampling.logit_bias:
             self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        if request.sampling.stop_token_ids:
+            self._check_tokens([*request.sampling.stop_token_ids], "stop_token_ids")
         if not 0 <= request.answered_tokens < len(request.prompt):
             raise InputError("answer_tokens: expected fewer tokens than the prompt has", field="answer_tokens")
-        limit = min(self._max_model_tokens, self._scheduler.counts().total * self._block_tokens)
+        limit = min(self._max_model_tokens, self._scheduler.total_blocks * self._block_tokens)
         if len(request.prompt) >= limit:
             raise ContextExceeded(
                 f"prompt: expected fewer than {limit} tokens (the context, or all KV blocks of a worker), got "
@@ -160,52 +171,60 @@ class VllmEngine:
     def step(self) -> StepResult:
         preempted = self.preemptions
         outputs, computed = self._core.step()
+        planned, began = self._scheduler.planned, []
+        for request_id, cached in planned.new.items():
+            held = self._held[request_id]
+            if not held.has_begun:
+                held.has_begun, held.cached_tokens = True, cached
+                began.append(request_id)
         tokens: list[TokenOut] = []
         ended: list[RequestEnd] = []
         for each in (output for of_client in outputs.values() for output in of_client.outputs):
-            if (held := self._held.get(each.request_id)) is not None:
-                self._take(each, held, tokens, ended)
+            if (known := self._held.get(each.request_id)) is not None:
+                self._take(each, known, tokens, ended)
         if not computed and not ended and self._scheduler.ready and self.preemptions == preempted:
             self._starve(ended)
-        now_s = time.monotonic()
-        if now_s - self._counted_s > COUNT_CACHED_S or not self.has_work:
-            self._counted_s = now_s
+        self._counts_changed = True
+        if time.monotonic() - self._counted_s > COUNT_CACHED_S:
+            self._count_cached()
+        return StepResult(tuple(tokens), tuple(ended), work=planned.work, began=tuple(began))
+
+    def _count_cached(self) -> None:
+        if self._counts_changed:
+            self._counts_changed, self._counted_s = False, time.monotonic()
             self._scheduler.count_cached()
-        planned = self._scheduler.planned
-        return StepResult(tuple(tokens), tuple(ended), work=planned.work, began=tuple(planned.began))
 
     def _take(self, output: EngineCoreOutput, held: _Held, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
         for place, token in enumerate(output.new_token_ids):
-            cached = None
-            if not held.has_answered:
-                held.has_answered = True
-                cached = 0 if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
+            cached, held.cached_tokens = held.cached_tokens, None
             logprob, top = _logprobs(output.new_logprobs, place, held.given.sampling.logprobs)
             tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached))
         if output.finish_reason is None:
             return
         request_id = held.given.request_id
         if output.finish_reason not in (VllmReason.STOP, VllmReason.LENGTH):
-            self.cancel(request_id)
             ended.append(RequestEnd(request_id, error=RequestFailed(f"vLLM ended it: {output.finish_reason}")))
+            if held.given.export_from_block is None:  # else its blocks may be read: its role releases them
+                del self._held[request_id]
             return
         reason = FinishReason.STOP if output.finish_reason == VllmReason.STOP else FinishReason.LENGTH
         if held.given.export_from_block is None:
             del self._held[request_id]
             self._is_starved = False
-        elif reason is FinishReason.LENGTH and held.given.sampling.max_tokens > 1:
+        elif not self._ends_with(held.given, output.new_token_ids[-1]):
             ended.append(RequestEnd(request_id))  # an export ends with its first token
             return
         ended.append(RequestEnd(request_id, reason))
 
     def _starve(self, ended: list[RequestEnd]) -> None:
-        """Nothing could be scheduled. Leased blocks will be released; without any, requests that wait hold all of them,
-        such as several whose KV was imported, and the youngest gives its own up."""
+        """Nothing could be scheduled: requests that wait hold the blocks, or leases do, which will be released."""
         counts = self._scheduler.counts()
-        if counts.leased or self._scheduler.running:
+        if self._scheduler.give_up_blocks():
+            return
+        if counts.leased or counts.in_use:
             self._is_starved = True
             return
-        request = self._scheduler.youngest_waiting()
+        request = self._scheduler.waiting[0]
         self.cancel(request.request_id)
         needs = blocks_for(request.num_tokens + 1, self._block_tokens)
         error = KvExhausted(f"{request.num_tokens} tokens need {needs} of {counts.total} KV blocks: retry later")
@@ -219,6 +238,7 @@ class VllmEngine:
 
     def idle_tick(self) -> None:
         self._executor.beat()
+        self._count_cached()
 
     def close(self) -> None:
         self._core.shutdown()
@@ -253,6 +273,8 @@ class _Hasher:
     def __call__(self, request: Request) -> list[bytes]:
         """Of the full blocks that `request` has no hash of yet."""
         known = request.block_hashes
+        if request.num_tokens < (len(known) + 1) * self.block_tokens:
+            return []
         tokens = request.all_token_ids[len(known) * self.block_tokens :]
         return hash_blocks(tokens, self.block_tokens, self.key, parent=known[-1] if known else None)
 

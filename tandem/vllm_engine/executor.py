@@ -22,6 +22,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
 
     index = 0
     rendezvous_file = Path()
+    group_name = ""  # of no other worker on this host, and of no earlier life: memory that the ranks share has it
 
     def _init_executor(self) -> None:
         size = self.parallel_config.world_size
@@ -31,7 +32,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         super()._init_executor()
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        return f"file://{self.rendezvous_file}-vllm", self.index, self.index
+        return f"file://{self.rendezvous_file.parent / self.group_name}", self.index, self.index
 
     def collective_rpc(
         self,
@@ -76,8 +77,8 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         super().shutdown()
 
 
-def executor_of(rendezvous: Path, rank: int) -> type[RankExecutor]:
+def executor_of(rendezvous: Path, rank: int, name: str) -> type[RankExecutor]:
     class Executor(RankExecutor):
-        index, rendezvous_file = rank, rendezvous
+        index, rendezvous_file, group_name = rank, rendezvous, name
 
     return Executor

@@ -6,7 +6,6 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from tandem.config.engine import EngineSpec
 from tandem.config.launch import WorkerLaunch
 from tandem.engine.api import KvExporter
 from tandem.errors import ConfigError
@@ -28,7 +27,7 @@ _ENVIRONMENT = {
 def build_vllm_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRank:
     """Raises ConfigError, CheckpointError, InsufficientMemory."""
     check_version()
-    _prepare_environment(launch.engine)
+    _prepare_environment()
     from tandem.vllm_engine.rank import start_rank  # noqa: PLC0415 (imports vLLM)
 
     return start_rank(launch, index, exporter)
@@ -53,9 +52,8 @@ def _dotted(parts: tuple[int, ...]) -> str:
     return ".".join(map(str, parts))
 
 
-def _prepare_environment(spec: EngineSpec) -> None:
+def _prepare_environment() -> None:
     """vLLM reads it when it is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ[name] = value
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads_per_rank)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
 from tandem.checkpoint.model_config import ModelConfig
@@ -13,7 +14,7 @@ from tandem.config.launch import WorkerLaunch
 from tandem.engine.api import KvExporter
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.step_work import WorkShape
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.vllm_engine.connector import SHARED, Shared
 from tandem.vllm_engine.engine import VllmEngine
@@ -59,12 +60,17 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
     spec, model_dir = launch.engine, Path(launch.model_dir)
     sizes = ModelConfig.load(model_dir)
     shared = Shared(exporter)
-    make_executor = executor_of(launch.rendezvous_file, index)
+    if not current_platform.is_cpu():
+        raise ConfigError("engine.kind: expected vLLM for CPUs, got vLLM for a GPU: install tandem-serve[vllm]")
+    name = f"vllm-{launch.worker_id}-{launch.epoch:x}"
+    make_executor = executor_of(launch.rendezvous_file, index, name)
     config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor)
     model = config.model_config
     try:
         core = EngineCore(config, make_executor, log_stats=False)
-    except ValueError as error:
+    except TandemError:
+        raise
+    except Exception as error:
         raise start_error(error) from error
     if not config.use_v2_model_runner:
         core.collective_rpc(continue_answers)

@@ -1,6 +1,6 @@
 """vLLM's scheduler, which also reserves blocks for prompts whose KV is imported, and keeps those that are exported.
 
-Everything here that begins with an underscore in vLLM is private to it: tests/vllm/test_contract.py looks at each.
+What begins with an underscore in vLLM is private to it: tests/vllm/test_contract.py looks at what is used here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class _KeptEvents(EventPublisher):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class Planned:
-    """Of the last step. `began`: requests whose first prompt chunk it computes."""
+    """Of the last step. `new`: requests that vLLM's runner had not seen before, each with how many of its tokens had KV
+    already."""
 
     work: StepWork = NO_WORK
-    began: list[str] = field(default_factory=list)
+    new: dict[str, int] = field(default_factory=dict)
 
 
 class TandemScheduler(Scheduler):  # type: ignore[misc]
@@ -56,7 +57,11 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
 
     def reserve(self, request: Request) -> int | None:
         """Allocates the blocks of a prompt whose KV will be imported. Returns the number of its tokens that are cached;
-        None: there are too few blocks now."""
+        None: there are too few blocks, or places in the batch, now. A preempted answer comes first: it needs all of
+        its blocks at once."""
+        taken = len(self.running) + len(self.kv_holding_waiting)  # reserved ones are among these
+        if taken >= self.max_num_running_reqs or any(each.num_preemptions for each in self.waiting):
+            return None
         manager = self.kv_cache_manager
         found, cached, _ = manager.get_computed_blocks(request)
         blocks = manager.allocate_slots(
@@ -114,21 +119,22 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         return int(running + waiting - len(self._reserved))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._shared.exports:  # the last is preempted, and without another to preempt, nothing behind it runs
-            self.running.sort(key=lambda request: request.request_id not in self._shared.exports)
+        if exports := self._shared.exports:
+            # Answers come first. When blocks are short, they come last: the last is preempted, and if it cannot be,
+            # nothing behind the request that lacks a block is computed.
+            is_short = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
+            self.running.sort(key=lambda request: (request.request_id in exports) != is_short)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if len(all_tokens := self.requests[new.req_id].all_token_ids) > len(new.prompt_token_ids):
                 new.prefill_token_ids = list(all_tokens)  # for either runner: the answer has begun elsewhere
-        work, began = NO_WORK, []
+        work = NO_WORK
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens - count
-            decodes = start >= request.num_prompt_tokens
+            decodes = count == 1 and not request.is_prefill_chunk and start >= request.num_prompt_tokens
             work = work.with_chunk(start, count, decodes=decodes, samples=int(not request.is_prefill_chunk))
-            if request.prefill_stats is not None and start == request.prefill_stats.num_cached_tokens and not decodes:
-                began.append(request_id)
-        self.planned = Planned(work, began)
+        self.planned = Planned(work, {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs})
         return output
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -141,13 +147,34 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
     def reserved(self) -> int:
         return len(self._reserved)
 
-    def youngest_waiting(self) -> Request:
-        """Of those that hold blocks, if any does. Call it only while a request waits."""
+    def give_up_blocks(self) -> bool:
+        """The youngest request whose KV was imported, and which waits, gives its blocks to the others; its KV will be
+        computed again. Returns False if there is none."""
         holding = [each for each in self.kv_holding_waiting if each.request_id not in self._reserved]
-        return [*self.waiting, *holding][-1]
+        if not holding:
+            return False
+        youngest = holding[-1]
+        self.kv_holding_waiting.remove_requests([youngest])
+        self.deferred_waiting.discard(youngest)
+        if youngest.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._update_waiting_for_remote_kv(youngest)
+            youngest.status = RequestStatus.WAITING
+        self._inflight_prefills.discard(youngest)
+        self.kv_cache_manager.free(youngest)
+        youngest.num_computed_tokens = 0
+        self.waiting.prepend_request(youngest)
+        self.preemptions += 1
+        return True
 
     def waiting_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.waiting)
+        """That are still to be computed before each request's next token."""
+        begun = sum(max(0, each.num_tokens - each.num_computed_tokens - 1) for each in self.running)
+        return int(begun + sum(each.num_tokens for each in self.waiting))
+
+    @property
+    def total_blocks(self) -> int:
+        """Without vLLM's block 0, which is never used."""
+        return int(self.kv_cache_manager.block_pool.num_gpu_blocks) - 1
 
     def count_cached(self) -> None:
         """For `counts`: looks at each block, so it is not done at every step."""
@@ -155,10 +182,10 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         self._cached_blocks = sum(each.ref_cnt == 0 and each.block_hash is not None for each in blocks)
 
     def counts(self) -> BlockCounts:
-        """Conserved by vLLM's own count of free blocks, which includes cached ones. Its block 0 is never used."""
+        """Conserved by vLLM's own count of free blocks, which includes cached ones."""
         manager = self.kv_cache_manager
         pool = manager.block_pool
-        available, total = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+        available, total = pool.get_num_free_blocks(), self.total_blocks
         held: Counter[int] = Counter()
         for request_id in [*self._reserved, *self._shared.exports]:
             request = self._reserved.get(request_id) or self.requests.get(request_id)

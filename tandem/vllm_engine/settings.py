@@ -12,35 +12,97 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError, InsufficientMemory
 
-DECIDED = {  # by Tandem, or by the settings beside `vllm`
+_REASONS = {
+    "drafts have KV of their own, which cannot be exchanged": (
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "speculative_config",
+    ),
+    "Tandem moves the KV": (
+        "kv_offloading_backend",
+        "kv_offloading_size",
+        "kv_transfer_config",
+    ),
+    "its KV cannot be exchanged": (
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+    ),
+    "Tandem starts the ranks, on one machine": (
+        "distributed_executor_backend",
+        "master_addr",
+        "master_port",
+        "nnodes",
+        "node_rank",
+        "worker_cls",
+        "worker_extension_cls",
+    ),
+    "set more workers": (
+        "data_parallel_address",
+        "data_parallel_backend",
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+        "data_parallel_multi_port_external_lb",
+        "data_parallel_rank",
+        "data_parallel_rpc_port",
+        "data_parallel_size",
+        "data_parallel_size_local",
+        "data_parallel_start_rank",
+        "enable_elastic_ep",
+    ),
+    "adapters are not served yet": (
+        "default_mm_loras",
+        "enable_lora",
+    ),
+    "the router does this": (
+        "generation_config",
+        "max_logprobs",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "override_generation_config",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
+        "stream_interval",
+        "tokenizer",
+        "tokenizer_mode",
+        "tokenizer_revision",
+    ),
+    "models of text are served, by their tokens": (
+        "convert",
+        "enable_prompt_embeds",
+        "limit_mm_per_prompt",
+        "pooler_config",
+        "runner",
+        "skip_tokenizer_init",
+    ),
+    "the checkpoint's fingerprint does not cover it": (
+        "hf_config_path",
+        "model_weights",
+    ),
+}
+# By Tandem, or by the settings beside `vllm`; with the reason.
+DECIDED = {name: why for why, names in _REASONS.items() for name in names} | {
     "async_scheduling": "a handoff's blocks are sent as each step ends",
     "block_size": "set block_tokens",
-    "data_parallel_size": "set more workers",
-    "decode_context_parallel_size": "its KV cannot be exchanged",
     "disable_hybrid_kv_cache_manager": "KV of several kinds cannot be exchanged",
-    "distributed_executor_backend": "Tandem starts the ranks",
     "dtype": "set dtype",
     "ec_transfer_config": "encoders cannot be disaggregated",
-    "enable_lora": "adapters are not served yet",
     "gpu_memory_utilization": "set device_share",
     "kv_cache_dtype": "its scales cannot be exchanged",
     "kv_cache_memory_bytes": "set kv_memory_bytes",
     "kv_events_config": "Tandem has an index of its own",
-    "kv_transfer_config": "Tandem moves the KV",
+    "logprobs_mode": "logprobs are of the model's own distribution",
     "max_model_len": "set max_model_tokens",
     "max_num_batched_tokens": "set max_step_tokens",
     "max_num_seqs": "set max_running_requests",
     "model": "it is the worker's model",
     "num_gpu_blocks_override": "set kv_blocks",
-    "pipeline_parallel_size": "a pipeline's KV cannot be exchanged",
-    "prefill_context_parallel_size": "its KV cannot be exchanged",
     "prefix_caching_hash_algo": "block hashes are Tandem's",
-    "runner": "only models that generate are served",
     "scheduler_cls": "Tandem's reserves blocks for handoffs",
-    "speculative_config": "drafts have KV of their own, which cannot be exchanged",
+    "seed": "each request has one",
+    "served_model_name": "set models[].name",
     "tensor_parallel_size": "set tp",
-    "tokenizer": "the router has the tokenizer",
-    "worker_cls": "Tandem starts the ranks",
 }
 
 
@@ -56,9 +118,9 @@ def engine_config(model_dir: Path, spec: EngineSpec, tp: int, connector: dict[st
                 field="engine.vllm",
             )
     settings: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": True, **spec.vllm}
-    arguments = EngineArgs(
+    given = dict(
         model=str(model_dir),
-        skip_tokenizer_init=settings.pop("skip_tokenizer_init", True),
+        skip_tokenizer_init=True,
         dtype=spec.dtype,
         tensor_parallel_size=tp,
         block_size=spec.block_tokens,
@@ -77,15 +139,14 @@ def engine_config(model_dir: Path, spec: EngineSpec, tp: int, connector: dict[st
             kv_role="kv_both",
             kv_connector_extra_config=connector,
         ),
-        **settings,
     )
     try:
-        return arguments.create_engine_config()
-    except ValueError as error:
+        return EngineArgs(**given, **settings).create_engine_config()
+    except Exception as error:
         raise ConfigError(f"engine.vllm: {_first_line(error)}", field="engine.vllm") from error
 
 
-def start_error(error: ValueError) -> ConfigError:
+def start_error(error: Exception) -> ConfigError:
     """vLLM's refusal to start, as ours: nearly always a pool too small for one request."""
     text = _first_line(error)
     if "KV cache" in text:

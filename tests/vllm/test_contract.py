@@ -43,12 +43,18 @@ def test_what_tandem_decides_is_still_a_setting(rank: VllmRank) -> None:
 
 
 def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler: Any = rank.engine._scheduler
     assert isinstance(scheduler, Scheduler)
     for name in (
         "_inflight_prefills",
+        "_update_waiting_for_remote_kv",
+        "deferred_waiting",
+        "finish_requests",
+        "get_request_counts",
+        "kv_holding_waiting",
         "finished_recving_kv_req_ids",
         "kv_event_publisher",
         "requests",
@@ -77,6 +83,23 @@ def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
     assert pool.null_block.block_id == 0
     assert pool.get_num_free_blocks() <= pool.num_gpu_blocks - 1
     assert {"ref_cnt", "block_hash"} <= set(dir(pool.blocks[1]))
+    assert pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(b"none", 0)) is None
+    connector = scheduler.connector
+    assert connector._kv_cache_manager is manager
+    assert connector._kv_transfer_config.kv_connector == "TandemConnector"
+
+
+def test_a_request_has_what_is_used_of_it(rank: VllmRank) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request("a", [1, 2], SamplingParams(skip_reading_prefix_cache=True), None)
+    assert request.skip_reading_prefix_cache
+    assert request.prefill_stats is not None
+    assert (request.num_prompt_tokens, request.num_computed_tokens, request.num_preemptions) == (2, 0, 0)
+    assert not request.is_prefill_chunk
+    request.append_output_token_ids([3])
+    assert list(request.all_token_ids) == [1, 2, 3]
 
 
 def test_the_first_model_runner_has_what_is_helped(rank: VllmRank) -> None:
@@ -150,7 +173,9 @@ def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
     ("flags", "said"),
     [
         ({"block_size": 32}, "engine.vllm.block_size: expected none, because set block_tokens"),
-        ({"speculative_config": {}}, "drafts have KV of their own"),
+        ({"spec_method": "ngram"}, "drafts have KV of their own"),
+        ({"stream_interval": 4}, "the router does this"),
+        ({"compilation_config": {"bad": 1}}, "engine.vllm: "),
         ({"no_such_flag": 1}, "engine.vllm.no_such_flag: expected a setting that vLLM"),
         ({"quantization": "no-such"}, "engine.vllm: "),
     ],

@@ -119,6 +119,20 @@ def test_an_answer_goes_on_where_another_engine_left_it(engine: VllmEngine, kind
         assert answer(engine, rest) == expected[kept:]
 
 
+def test_an_answer_goes_on_where_its_own_kv_is_cached(engine: VllmEngine) -> None:
+    """A second retry finds more than the prompt: also what it answered before the first."""
+    prompt = random_prompt(20, VOCAB, 5)
+    expected = answer(engine, made(prompt, 120, salt=b"first"))
+    for kept in (60, 100):
+        rest = made([*prompt, *expected[:kept]], 120 - kept, salt=b"retried", answered=kept)
+        assert answer(engine, rest) == expected[kept:]
+    again = made([*prompt, *expected[:100]], 20, salt=b"retried", answered=100)
+    engine.add(again)
+    result = engine.step()
+    assert result.began == (again.request_id,)
+    assert [each.cached_tokens for each in result.tokens] == [96]
+
+
 def test_answers_together_are_those_alone(engine: VllmEngine) -> None:
     asks = [(random_prompt(10 + 37 * number, VOCAB, number), kind) for number, kind in enumerate(KINDS.values())]
     expected = [answer(engine, made(prompt, **kind)) for prompt, kind in asks]
@@ -269,11 +283,11 @@ def test_imported_prompts_that_fill_the_pool_do_not_wait_for_each_other_forever(
         engine.reserve(each)
     for each in full:
         engine.join(each.request_id, 5)
+    before = engine.preemptions
     tokens, ends = drain(engine)
-    refused = [each for each in full if ends[each.request_id].error is not None]
-    assert [type(ends[each.request_id].error) for each in refused] == [KvExhausted] * len(refused)
-    assert 0 < len(refused) < 9
-    assert all(len(tokens[each.request_id]) == 9 for each in full if each not in refused)
+    assert engine.preemptions > before, "some gave their blocks up"
+    assert {each.reason for each in ends.values()} == {FinishReason.LENGTH}
+    assert [len(tokens[each.request_id]) for each in full] == [9] * 9
 
 
 def test_an_answer_ends_with_a_stop_token_and_an_export_says_so(engine: VllmEngine) -> None:
@@ -314,6 +328,7 @@ def test_logprobs_are_of_the_models_own_distribution(engine: VllmEngine) -> None
         (made([], 5), InputError, "prompt"),
         (made([VOCAB * 2], 5), InputError, "prompt"),
         (made([1], 5, logit_bias=((VOCAB * 2, 1.0),)), InputError, "logit_bias"),
+        (made([1], 5, stop_token_ids=frozenset({VOCAB * 2})), InputError, "stop_token_ids"),
         (made([1], 5, answered=1), InputError, "answer_tokens"),
         (made([1] * 512, 5), ContextExceeded, "prompt"),
         (made([1], 5, grammar='root ::= "a"'), UnsupportedField, None),
@@ -330,11 +345,32 @@ def test_what_cannot_be_answered_is_refused_by_name(
     assert not engine.has_work
 
 
-def test_a_join_is_checked(engine: VllmEngine) -> None:
-    request = made([1, 2, 3], 1)
-    engine.reserve(request)
+@pytest.mark.parametrize(
+    "request_",
+    [made([1, 2, 3], 1), made([1, 2, 3], 5, stop_token_ids=frozenset({1})), made([1] * 511, 5)],
+    ids=["one token", "a stop token", "the context's end"],
+)
+def test_a_join_is_checked(engine: VllmEngine, request_: EngineRequest) -> None:
+    engine.reserve(request_)
     with pytest.raises(InputError, match="first_token"):
-        engine.join(request.request_id, VOCAB * 2)
+        engine.join(request_.request_id, VOCAB * 2)
     with pytest.raises(InputError, match="max_tokens"):
-        engine.join(request.request_id, 1)
-    assert engine.cancel(request.request_id)
+        engine.join(request_.request_id, 1)
+    assert engine.cancel(request_.request_id)
+
+
+def test_an_export_that_fills_the_context_says_so(engine: VllmEngine) -> None:
+    export = made(random_prompt(511, VOCAB, 10), 20, export=0)
+    engine.add(export)
+    assert drain(engine)[1][export.request_id].reason is FinishReason.LENGTH
+    engine.release_export(export.request_id)
+
+
+def test_no_more_is_reserved_than_can_run(engine: VllmEngine) -> None:
+    held = [made([1, 2, number], 5) for number in range(63)]
+    for each in held:
+        engine.reserve(each)
+    with pytest.raises(KvExhausted):
+        engine.reserve(made([1, 2, 3], 5))
+    for each in held:
+        engine.cancel(each.request_id)

@@ -68,12 +68,17 @@ async def test_a_pair_answers_as_one_vllm_does(routed: StartRouted, model_dir: P
         assert handoffs(live) == len(ASKS)
 
 
-async def test_narrow_workers_hand_off_to_a_wide_one(
+async def test_narrow_workers_hand_off_to_wide_ones(
     routed: StartRouted, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    async with routed(model_dir, prefill=2, decode=1, decode_tp=2, engine=ENGINE) as live:
+    """Two wide ones share the machine, and a killed one leaves what its ranks shared."""
+    async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ENGINE) as live:
+        fleet = live.app.dispatcher.fleet
         found = await answers(live)
         assert handoffs(live) == len(ASKS)
+        await live.workers.restart("decode-0")
+        await until(lambda: fleet.count_ready(Role.DECODE) == 2, 60.0)
+        assert [len(tokens) for tokens in await answers(live)] == [TOKENS] * len(ASKS)
     greedy = slice(0, None, 3)  # sums in another order may change which token is drawn
     assert found[greedy] == expected[greedy]
 

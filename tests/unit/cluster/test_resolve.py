@@ -244,6 +244,11 @@ def test_a_transport_that_cannot_work_here_is_refused_at_start(
             "prefill.engine.kind",
             "expected tandem, .*got vllm: remove",
         ),
+        (
+            {"engine": {"kind": "vllm", "block_tokens": 32}, "decode": {"engine": {"vllm": {"quantization": "x"}}}},
+            "decode.engine.vllm",
+            "expected the same for both roles",
+        ),
     ],
 )
 def test_roles_whose_kv_pools_differ_are_refused_by_the_field(
