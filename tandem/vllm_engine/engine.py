@@ -40,7 +40,6 @@ COUNT_CACHED_S = 0.05  # how often cached blocks are told from free ones while i
 @dataclass(slots=True, eq=False)
 class _Held:
     given: EngineRequest
-    request: Request
     has_begun: bool = False  # here: its first tokens are computed, or their KV was imported
     cached_tokens: int | None = None  # to be said with its first token
 
@@ -68,19 +67,20 @@ class VllmEngine:
     # --- requests
 
     def add(self, request: EngineRequest) -> None:
-        held = self._hold(request)
+        made = self._made(request)
+        self._held[request.request_id] = _Held(request)
         if request.export_from_block is not None:
             self._shared.exports[request.request_id] = Export(
                 request.request_id, len(request.prompt), request.export_from_block
             )
-        self._core.add_request(held.request)
+        self._core.add_request(made)
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        held = self._hold(request)
-        cached = self._scheduler.reserve(held.request)
+        made = self._made(request)
+        cached = self._scheduler.reserve(made)
         if cached is None:
-            del self._held[request.request_id]
             raise KvExhausted("too few KV blocks are free for this prompt: try another worker, or retry")
+        self._held[request.request_id] = _Held(request)
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return Reservation(request.request_id, tuple(blocks), cached // self._block_tokens, cached)
 
@@ -118,7 +118,7 @@ class VllmEngine:
     def release_export(self, request_id: str) -> None:
         self.cancel(request_id)
 
-    def _hold(self, request: EngineRequest) -> _Held:
+    def _made(self, request: EngineRequest) -> Request:
         self._check(request)
         answer_from = len(request.prompt) - request.answered_tokens
         prompt = list(request.prompt)
@@ -132,9 +132,8 @@ class VllmEngine:
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
         if request.answered_tokens:
             made.append_output_token_ids(prompt[answer_from:])
-        held = self._held[request.request_id] = _Held(request, made)
         self._is_starved = False
-        return held
+        return made
 
     def _check(self, request: EngineRequest) -> None:
         if lacking := needed(request.sampling) - self.can:
@@ -218,9 +217,9 @@ class VllmEngine:
 
     def _starve(self, ended: list[RequestEnd]) -> None:
         """Nothing could be scheduled: requests that wait hold the blocks, or leases do, which will be released."""
-        counts = self._scheduler.counts()
         if self._scheduler.give_up_blocks():
             return
+        counts = self._scheduler.counts()
         if counts.leased or counts.in_use:
             self._is_starved = True
             return

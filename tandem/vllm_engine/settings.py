@@ -155,7 +155,7 @@ def start_error(error: Exception) -> ConfigError:
             "or lower max_model_tokens",
             field="engine.kv_memory_bytes",
         )
-    return ConfigError(f"engine.vllm: {text}", field="engine.vllm")
+    return ConfigError(f"engine.kind: expected vLLM to start with this model and these settings, got: {text}")
 
 
 def _first_line(error: Exception) -> str:

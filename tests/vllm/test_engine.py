@@ -50,7 +50,7 @@ def made(
     answered: int = 0,
     **sampling: Any,
 ) -> EngineRequest:
-    """`salt` None: one that nobody shares."""
+    """`salt` None: a salt of its own."""
     number = next(_numbers)
     return EngineRequest(
         f"request-{number}",

@@ -65,7 +65,7 @@ def handoffs(live: Routed) -> float:
 async def test_a_pair_answers_as_one_vllm_does(routed: StartRouted, model_dir: Path, expected: list[list[int]]) -> None:
     async with routed(model_dir, prefill=1, decode=1, engine=ENGINE) as live:
         assert await answers(live) == expected
-        assert handoffs(live) == len(ASKS)
+        await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
 
 
 async def test_narrow_workers_hand_off_to_wide_ones(
@@ -75,7 +75,7 @@ async def test_narrow_workers_hand_off_to_wide_ones(
     async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ENGINE) as live:
         fleet = live.app.dispatcher.fleet
         found = await answers(live)
-        assert handoffs(live) == len(ASKS)
+        await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
         await live.workers.restart("decode-0")
         await until(lambda: fleet.count_ready(Role.DECODE) == 2, 60.0)
         assert [len(tokens) for tokens in await answers(live)] == [TOKENS] * len(ASKS)
