@@ -13,7 +13,8 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 LIVE = (
-    "models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*", "router.*", "log_level", "log_levels.*"
+    "models.*.prefill.workers", "models.*.decode.workers", "models.*.adapters", "models.*.adapters.*", "autoscaler.*",
+    "router.*", "log_level", "log_levels.*",
 )  # fmt: skip
 FIXED = ("router.replicas", "router.http_*", "router.grpc_*", "router.tls*")  # of those: how many there are, and where
 MAX_SHOWN_CHARS = 60

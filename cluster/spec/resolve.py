@@ -20,6 +20,7 @@ from cluster.spec.redis_probe import check_redis
 from kvtransfer.transports.choice import check_support
 from router.auth.key_refresh import KeyRefresh
 from router.model_formats.registry import Formats, formats_of
+from tandem.checkpoint.adapter import Adapter
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
@@ -29,7 +30,7 @@ from tandem.config.launch import AUTO_HOST
 from tandem.config.model import ModelSpec, Role
 from tandem.config.spec import EMBEDDED_REDIS_BYTES, ClusterSpec
 from tandem.config.transfer import TransportKind
-from tandem.errors import ConfigError, InsufficientMemory, PortInUse
+from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.machine_memory import available_bytes
 from tandem.telemetry.audit import check_audit_log
@@ -57,6 +58,7 @@ class ResolvedModel:
     config: ModelConfig
     fingerprint: str
     formats: Formats
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, fingerprint: str) -> ResolvedModel:
@@ -66,13 +68,28 @@ class ResolvedModel:
             raise missing_tokenizer(folder / TOKENIZER_FILE)
         template = ChatTemplate.load(folder)
         formats = formats_of(template, config.architecture, spec.tool_parser, spec.reasoning_parser)
-        return cls(spec, folder, config, fingerprint, formats)
+        return cls(spec, folder, config, fingerprint, formats, load_adapters(spec, config))
 
     @property
     def max_model_tokens(self) -> int:
         """Of a request, which workers of both roles must be able to hold."""
         limit = self.config.max_position_tokens
         return min(limit, *(self.spec.engine_of(role).max_model_tokens or limit for role in Role))
+
+
+def load_adapters(spec: ModelSpec, config: ModelConfig) -> tuple[Adapter, ...]:
+    """Those of `spec`, read anew. Raises CheckpointError for one that does not fit the model or its workers."""
+    adapters = tuple(Adapter.load(each, config) for each in spec.adapters)
+    for role in Role:
+        most = spec.engine_of(role).max_adapter_rank
+        for each in adapters:
+            if each.rank > most:
+                raise CheckpointError(
+                    f"adapters: {each.name}: expected a rank of at most {most}, got {each.rank}: set "
+                    f"{spec.engine_field(role, 'vllm')}.max_lora_rank to a larger one",
+                    field="adapters",
+                )
+    return adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from tandem.config.frozen import Frozen, PositiveCount
 _CPU_POOL_BYTES = 512 << 20
 _WINDOW_S = 0.1
 MAX_LONGEST_STEP_S = 60
+_VLLM_ADAPTER_RANK = 16  # vLLM's own default
 
 
 # What vLLM has under names of its own, or not at all.
@@ -209,6 +210,12 @@ class EngineSpec(Frozen):
     def cpu_pool_bytes(self) -> int:
         """Memory of a KV pool on a CPU, unless kv_blocks is set."""
         return self.kv_memory_bytes or _CPU_POOL_BYTES
+
+    @property
+    def max_adapter_rank(self) -> int:
+        """The largest rank of an adapter that its workers make room for."""
+        given = self.vllm.get("max_lora_rank")
+        return given if isinstance(given, int) else _VLLM_ADAPTER_RANK
 
     @property
     def on_gpu(self) -> bool:

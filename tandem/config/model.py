@@ -51,16 +51,29 @@ class SpecialTokens(StrEnum):
     TOKENS = "tokens"
 
 
+ModelName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,200}$")]
+
+
+class AdapterSpec(Frozen):
+    """A LoRA adapter of a model, served under a name of its own (docs/engines.md)."""
+
+    name: ModelName = Field(description="Its name in the API, as a model's.")
+    source: Annotated[str, Field(min_length=1)] = Field(
+        description="Its folder, with adapter_config.json and adapter_model.safetensors, as PEFT writes them."
+    )
+
+
 class ModelSpec(Frozen):
     """One served base model and its two pools. With zero prefill workers the cluster is aggregated."""
 
     source: str = Field(DEMO_MODEL, description="Name of a pulled model, checkpoint folder, or GGUF file.")
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,200}$")] | None = Field(
-        None, description="Model name in the API; unset: the source's last path component."
-    )
+    name: ModelName | None = Field(None, description="Model name in the API; unset: the source's last path component.")
     prefill: PoolSpec = PoolSpec()
     decode: PoolSpec = PoolSpec()
     engine: EngineSpec = EngineSpec()
+    adapters: Annotated[tuple[AdapterSpec, ...], Field(max_length=1024)] = Field(
+        (), description="LoRA adapters, each served as a model of its own name. Needs engine.kind vllm."
+    )
     colocate: Colocate = Field(
         Colocate.PREFER,
         description="Whether a worker is placed on a machine with workers of the other role, so that KV stays in its "
@@ -112,6 +125,15 @@ class ModelSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _engines_take_adapters(self) -> ModelSpec:
+        for role in Role:
+            if self.adapters and (kind := self.engine_of(role).kind) != "vllm":
+                raise ValueError(
+                    f"adapters: expected none with {self.engine_field(role, 'kind')} {kind}: set it to vllm"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batches_are_of_one_engine(self) -> ModelSpec:
         if self.prefill.workers and (unfit := self.no_prefill_workers) is not None:
             raise ValueError(unfit)
@@ -160,6 +182,11 @@ class ModelSpec(Frozen):
                 )
         return None
 
+    def takes_adapters(self, role: Role) -> bool:
+        """Whether the role's workers start so that they can load adapters."""
+        engine = self.engine_of(role)
+        return engine.kind == "vllm" and bool(self.adapters or engine.vllm.get("enable_lora"))
+
     def engine_field(self, role: Role, name: str) -> str:
         """The dotted field that sets `name` for the role: `prefill.engine.dtype`, or `engine.dtype`."""
         return f"{role}.engine.{name}" if getattr(self.pool(role).engine, name) is not None else f"engine.{name}"
@@ -176,6 +203,11 @@ class ModelSpec(Frozen):
     def roles_on(self, node_group: str) -> frozenset[Role]:
         """Those that a worker on a node of this group may have."""
         return frozenset(role for role in Role if node_group in (self.pool(role).node_groups or (node_group,)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Under which it and its adapters are served."""
+        return self.served_name, *(each.name for each in self.adapters)
 
     @property
     def served_name(self) -> str:

@@ -142,9 +142,9 @@ class ClusterSpec(Frozen):
 
     @model_validator(mode="after")
     def _names_differ(self) -> ClusterSpec:
-        names = [model.served_name for model in self.models]
+        names = [name for model in self.models for name in model.names]
         if len(set(names)) != len(names):
-            raise ValueError(f"models: expected different names, got {names}")
+            raise ValueError(f"models: expected different names of models and adapters, got {names}")
         return self
 
     @model_validator(mode="after")
