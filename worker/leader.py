@@ -14,12 +14,14 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from kvtransfer.control import Attached, FromAgent, SetPeers
+from tandem.clock import SystemClock
 from tandem.engine.api import Engine, StepResult
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
 from worker.io_thread import ServiceLink
+from worker.loaded_adapters import LoadedAdapters
 from worker.messages import (
     CacheChanged,
     Computing,
@@ -30,6 +32,7 @@ from worker.messages import (
     SessionOpened,
     StateAnswer,
     StateQuery,
+    WantedAdapters,
 )
 from worker.meters import StepMeters
 from worker.requests import BUGS, Outbox, RequestBook, report_step
@@ -65,6 +68,7 @@ class Leader:
         self._meters = meters
         self._sent_meters = worker_pb2.WorkerMeters()
         self._peers = SetPeers(())
+        self._adapters = LoadedAdapters(engine, SystemClock())
         self._steps = 0
         self._ticked_s = 0.0
         engine.report_layers(self._report_computing)
@@ -73,13 +77,15 @@ class Leader:
         """Runs until a Stop event. Returns its reason."""
         while True:
             collecting_s = self._engine.collect()
-            busy = self._engine.has_work
+            busy = self._engine.has_work or self._adapters.is_loading
             idle_s = IDLE_TICK_S if collecting_s is None else min(IDLE_TICK_S, collecting_s)
             for event in self._inbox.drain() if busy else self._inbox.wait(idle_s):
                 if isinstance(event, Stop):
                     return event.reason
                 self._handle(event)
             self._tick()
+            if self._adapters.load_next():
+                self._report_adapters()
             if collecting_s is not None or self._engine.is_collecting:
                 self._report_collecting()
             self._flush()  # replies must not wait for the step
@@ -112,6 +118,8 @@ class Leader:
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()
+            if self._adapters.drop_old():
+                self._report_adapters()
             for rank, pid in self._agents.unresponsive():
                 log.error("the transfer agent of rank %d (pid %d) does not answer: killing it", rank, pid)
                 with suppress(ProcessLookupError):  # still connected, so the process id was not reused
@@ -123,6 +131,10 @@ class Leader:
             self._sent_meters = meters
             for session in self._requests.sessions:
                 self._requests.outbox.frame(session).meters.CopyFrom(meters)
+
+    def _report_adapters(self) -> None:
+        for session in self._requests.sessions:
+            self._requests.outbox.frame(session).adapters.CopyFrom(self._adapters.frame())
 
     def _flush(self) -> None:
         for change in self._engine.take_cache_events():
@@ -156,12 +168,15 @@ class Leader:
                 self._agents.forget_all_but({(peer.worker_id, peer.epoch) for peer in peers})
                 if change.changed or change.gone:
                     self._agents.broadcast(change)
+            case WantedAdapters(adapters=adapters):
+                self._adapters.want(adapters)
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 first = self._requests.outbox.frame(session)
                 first.load.CopyFrom(load_frame(self._engine.load(), self._steps))
                 first.reach.CopyFrom(reach_frame(self._agents.reach()))
                 first.meters.CopyFrom(self._sent_meters)
+                first.adapters.CopyFrom(self._adapters.frame())
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
                 self._requests.outbox.drop(session)
@@ -220,6 +235,8 @@ class Leader:
             links=self._agents.links(),
             request_ends={state.value: number for state, number in self._requests.ends.items()},
             handoff_failures={cause.value: number for cause, number in self._requests.handoff_failures.items()},
+            adapters=self._adapters.frame(),
+            failed_adapters=self._adapters.failed,
         )
 
 

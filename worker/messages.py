@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtransfer.control import Peer
+from tandem.engine.api import AdapterFiles
 
 
 class LeaderReady(msgspec.Struct, frozen=True, tag=True):
@@ -42,6 +43,12 @@ class Peers(msgspec.Struct, frozen=True, tag=True):
     peers: tuple[Peer, ...]
 
 
+class WantedAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Those of the model, from the directory."""
+
+    adapters: tuple[AdapterFiles, ...]
+
+
 class StateQuery(msgspec.Struct, frozen=True, tag=True):
     query: int
 
@@ -66,5 +73,5 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The leader was asked to stop. If its connection ends without this, it died."""
 
 
-ServiceToLeader = SessionOpened | SessionClosed | FromRouter | Peers | StateQuery
+ServiceToLeader = SessionOpened | SessionClosed | FromRouter | Peers | WantedAdapters | StateQuery
 LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged | Computing | Leaving

@@ -11,6 +11,7 @@ import grpc.aio
 
 from kvtransfer.control import Peer
 from tandem.config.launch import WorkerLaunch
+from tandem.engine.api import AdapterFiles
 from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
@@ -29,6 +30,7 @@ class Registration:
     Args:
         info: this epoch; registered again whenever the controller comes back.
         on_peers: called after every change with the agents of the same model's other workers.
+        on_adapters: likewise with the model's adapters.
 
     The directory decides the role, which may differ from the one the worker was started for.
     """
@@ -38,11 +40,13 @@ class Registration:
         launch: WorkerLaunch,
         info: cluster_pb2.WorkerInfo,
         on_peers: Callable[[tuple[Peer, ...]], None],
+        on_adapters: Callable[[tuple[AdapterFiles, ...]], None],
         tls: ClusterTls | None = None,
     ) -> None:
         self._launch = launch
         self._info = info
         self._on_peers = on_peers
+        self._on_adapters = on_adapters
         self._tls = tls
         self._changed = asyncio.Event()
 
@@ -94,6 +98,7 @@ class Registration:
             async for message in watching:
                 known = apply_directory(known, message)
                 self._on_peers(peers_of(known, self._info))
+                self._on_adapters(adapters_of(known, self._info.model))
         except asyncio.CancelledError:
             if not self._changed.is_set():
                 raise  # this worker is being stopped
@@ -101,6 +106,10 @@ class Registration:
             log.info("%s; asking for all of it", gap.message)
         finally:
             ending.cancel()
+
+
+def adapters_of(directory: cluster_pb2.Directory, model: str) -> tuple[AdapterFiles, ...]:
+    return tuple(AdapterFiles(each.fingerprint, each.folder) for each in directory.adapters if each.model == model)
 
 
 def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:

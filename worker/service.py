@@ -48,6 +48,7 @@ from worker.messages import (
     StateAnswer,
     StateQuery,
     ToRouter,
+    WantedAdapters,
 )
 from worker.rank_ends import RankEnds
 from worker.registration import Registration
@@ -263,7 +264,13 @@ async def serve(launch: WorkerLaunch) -> int:
         cluster=launch.cluster, worker_id=launch.worker_id, epoch=launch.epoch, redis_url=launch.redis_url
     )
     tls = ClusterTls.maybe(launch.cluster, Identity.WORKER, launch.tls)
-    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)), tls=tls)
+    registration = Registration(
+        launch,
+        info,
+        on_peers=lambda peers: channel.send(Peers(peers)),
+        on_adapters=lambda adapters: channel.send(WantedAdapters(adapters)),
+        tls=tls,
+    )
     leader = LeaderLink(
         channel, publisher, on_info=registration.update_agents, hang_timeout_s=launch.engine.hang_timeout_s
     )

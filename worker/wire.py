@@ -80,7 +80,7 @@ def parse_work(
         request_id=engine_id,
         prompt=tuple(work.prompt),
         sampling=parse_sampling(work.sampling),
-        hash_key=HashKey(model_fingerprint, cache_salt=work.cache_salt),
+        hash_key=HashKey(model_fingerprint, work.adapter, work.cache_salt),
         use_prefix_cache=use_prefix_cache,
         export_from_block=export_from_block,
         answered_tokens=work.answer_tokens,

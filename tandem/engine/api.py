@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.engine.step_work import NO_WORK, StepWork
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import NO_TIER, TierCounts
@@ -65,6 +65,21 @@ class EngineRequest:
     export_from_block: int | None = None
     answered_tokens: int = 0
     prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A LoRA adapter in `folder`, of a content with this fingerprint (tandem/checkpoint/adapter.py). Requests name it
+    by that, in their `hash_key`."""
+
+    fingerprint: str
+    folder: str
+
+
+def check_adapter(request: EngineRequest, adapters: frozenset[str]) -> None:
+    """Raises UnavailableError if it is for none of `adapters`: another worker may have it."""
+    if request.hash_key.adapter and request.hash_key.adapter not in adapters:
+        raise UnavailableError("adapter: this worker has not loaded it: try another worker, or retry", field="adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +183,18 @@ class StepResult:
     began: tuple[str, ...] = ()
 
 
+class WithoutAdapters:
+    """Of an engine that takes none."""
+
+    adapters: frozenset[str] = frozenset()
+
+    def load_adapter(self, adapter: AdapterFiles) -> None:
+        raise ConfigError("adapters: expected none with this engine", field="adapters")
+
+    def drop_adapter(self, fingerprint: str) -> bool:
+        return True
+
+
 class Engine(Protocol):
     """The engine of one worker, on its leader. Not thread-safe: the step loop owns it."""
 
@@ -207,6 +234,22 @@ class Engine(Protocol):
 
     def release_export(self, request_id: str) -> None:
         """Releases an exported prompt's blocks, which the receiver no longer reads."""
+        ...
+
+    # --- adapters
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Fingerprints of those that requests may name."""
+        ...
+
+    def load_adapter(self, adapter: AdapterFiles) -> None:
+        """Takes requests for it from now on. Raises ConfigError for one that does not fit, and without such an
+        ability."""
+        ...
+
+    def drop_adapter(self, fingerprint: str) -> bool:
+        """Returns False while it has requests for it, and then keeps it."""
         ...
 
     # --- steps
@@ -264,6 +307,7 @@ class Engine(Protocol):
 
 
 __all__ = [
+    "AdapterFiles",
     "BlockCounts",
     "CacheEvent",
     "Capability",
@@ -282,5 +326,7 @@ __all__ = [
     "TierCounts",
     "TokenLogprob",
     "TokenOut",
+    "WithoutAdapters",
+    "check_adapter",
     "needed",
 ]

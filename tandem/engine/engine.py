@@ -16,6 +16,7 @@ from tandem.engine.api import (
     Reservation,
     StepResult,
     TokenOut,
+    WithoutAdapters,
 )
 from tandem.engine.loop.chooser import TokenChooser
 from tandem.engine.loop.flight import Flight, first_samples, prompt_scores, work_of
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 _NO_OUTPUT = StepOutput([], [], [])
 
 
-class TandemEngine:
+class TandemEngine(WithoutAdapters):
     """An `Engine` (tandem/engine/api.py).
 
     Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is

@@ -24,6 +24,7 @@ def directory_changes(before: Directory, now: Directory) -> Directory:
         workers=workers,
         places=places,
         autoscaler_decisions=now.autoscaler_decisions,
+        adapters=now.adapters,
         base_version=before.version,
         removed_workers=gone,
         removed_places=gone_places,
@@ -42,6 +43,7 @@ def apply_directory(known: Directory | None, message: Directory) -> Directory:
         workers=_applied(known.workers, message.workers, message.removed_workers),
         places=_applied(known.places, message.places, message.removed_places),
         autoscaler_decisions=message.autoscaler_decisions,
+        adapters=message.adapters,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tandem.engine.api import (
+    AdapterFiles,
     BlockCounts,
     CacheEvent,
     Capability,
@@ -17,26 +19,28 @@ from tandem.engine.api import (
     Reservation,
     StepResult,
     TokenOut,
+    check_adapter,
     needed,
 )
-from tandem.errors import ContextExceeded, InputError, KvExhausted, UnsupportedField
+from tandem.errors import ConfigError, ContextExceeded, InputError, KvExhausted, UnsupportedField
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
 
 VOCAB = 97
 BLOCK_TOKENS = 4
+SHIFT_FILE = "shift"  # in an adapter's folder
 
 
-def next_token(kv: Sequence[int]) -> int:
+def next_token(kv: Sequence[int], shift: int = 0) -> int:
     """Depends on each position's KV, so an answer is right only if all of it is."""
-    return sum(value * (place + 1) for place, value in enumerate(kv)) % VOCAB
+    return (shift + sum(value * (place + 1) for place, value in enumerate(kv))) % VOCAB
 
 
-def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
-    """What any `SmallEngine` answers."""
+def answer_of(prompt: Sequence[int], tokens: int, shift: int = 0) -> list[int]:
+    """What any `SmallEngine` answers. `shift`: its adapter's."""
     kv = list(prompt)
     for _ in range(tokens):
-        kv.append(next_token(kv))
+        kv.append(next_token(kv, shift))
     return kv[len(prompt) :]
 
 
@@ -88,6 +92,7 @@ class SmallEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._leased: dict[str, _Request] = {}  # reserved, or exported and not released
+        self._shifts: dict[str, int] = {}  # of each adapter
 
     # --- requests
 
@@ -139,6 +144,25 @@ class SmallEngine:
     def release_export(self, request_id: str) -> None:
         self._free_blocks(self._leased.pop(request_id))
 
+    # --- adapters
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return frozenset(self._shifts)
+
+    def load_adapter(self, adapter: AdapterFiles) -> None:
+        try:
+            self._shifts[adapter.fingerprint] = int((Path(adapter.folder) / SHIFT_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{adapter.folder}: expected an integer in {SHIFT_FILE}: {error}") from error
+
+    def drop_adapter(self, fingerprint: str) -> bool:
+        requests = [*self._waiting, *self._running, *self._leased.values()]
+        if any(each.given.hash_key.adapter == fingerprint for each in requests):
+            return False
+        self._shifts.pop(fingerprint, None)
+        return True
+
     # --- steps
 
     @property
@@ -156,7 +180,7 @@ class SmallEngine:
         tokens, ended = [], []
         for each in [*self._running]:
             cached_tokens = None if each.answered else 0
-            token = next_token(self._read(each))
+            token = next_token(self._read(each), self._shifts.get(each.given.hash_key.adapter, 0))
             each.answered.append(token)
             tokens.append(TokenOut(each.given.request_id, token, cached_tokens=cached_tokens))
             if each.given.export_from_block is not None:
@@ -211,6 +235,7 @@ class SmallEngine:
     # --- inside
 
     def _checked(self, request: EngineRequest) -> _Request:
+        check_adapter(request, self.adapters)
         if lacking := needed(request.sampling) - self.can:
             raise UnsupportedField(f"expected a request that needs none of {', '.join(sorted(lacking))}")
         if not request.prompt or not all(0 <= token < VOCAB for token in request.prompt):

@@ -391,6 +391,7 @@ class Directory(_message.Message):
     REMOVED_PLACES_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     base_version: _builtins.int
     """0: this is the whole directory. Otherwise it changes that version: `workers` and `places` are those added or changed,
@@ -414,6 +415,10 @@ class Directory(_message.Message):
     def removed_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def removed_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelAdapter]:
+        """of all models, in every message"""
+
     def __init__(
         self,
         *,
@@ -426,14 +431,51 @@ class Directory(_message.Message):
         removed_places: _abc.Iterable[_builtins.str] | None = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___ModelAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "base_version", b"base_version", "oldest_protocol", b"oldest_protocol", "places", b"places", "protocol", b"protocol", "removed_places", b"removed_places", "removed_workers", b"removed_workers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "autoscaler_decisions", b"autoscaler_decisions", "base_version", b"base_version", "oldest_protocol", b"oldest_protocol", "places", b"places", "protocol", b"protocol", "removed_places", b"removed_places", "removed_workers", b"removed_workers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Directory: _TypeAlias = Directory  # noqa: Y015
+
+@_typing.final
+class ModelAdapter(_message.Message):
+    """A LoRA adapter that every worker of its model loads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    name: _builtins.str
+    fingerprint: _builtins.str
+    """32 hex digits of its content"""
+    folder: _builtins.str
+    """as workers see it"""
+    served: _builtins.bool
+    """by routers, as a model of this name; not before workers have loaded it"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        served: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "folder", b"folder", "model", b"model", "name", b"name", "served", b"served"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelAdapter: _TypeAlias = ModelAdapter  # noqa: Y015
 
 @_typing.final
 class WorkerPlace(_message.Message):
@@ -714,6 +756,7 @@ class ModelStatus(_message.Message):
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tool_parser: _builtins.str
     """format of its tool calls: a name, none"""
@@ -722,6 +765,8 @@ class ModelStatus(_message.Message):
     prefill: _builtins.int
     """workers that it was last asked to have; both 0: not started yet, or an earlier release"""
     decode: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelAdapter]: ...
     def __init__(
         self,
         *,
@@ -730,10 +775,11 @@ class ModelStatus(_message.Message):
         reasoning_parser: _builtins.str = ...,
         prefill: _builtins.int = ...,
         decode: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___ModelAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "name", b"name", "prefill", b"prefill", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "decode", b"decode", "name", b"name", "prefill", b"prefill", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -994,10 +994,13 @@ class ModelCard(_message.Message):
     MAX_MODEL_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_TOKENS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_tokens: _builtins.int
     vocab_tokens: _builtins.int
     ready: _builtins.bool
+    parent: _builtins.str
+    """of an adapter: its model"""
     def __init__(
         self,
         *,
@@ -1005,10 +1008,11 @@ class ModelCard(_message.Message):
         max_model_tokens: _builtins.int = ...,
         vocab_tokens: _builtins.int = ...,
         ready: _builtins.bool = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_tokens", b"max_model_tokens", "name", b"name", "ready", b"ready", "vocab_tokens", b"vocab_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_tokens", b"max_model_tokens", "name", b"name", "parent", b"parent", "ready", b"ready", "vocab_tokens", b"vocab_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,7 @@ class WorkerFrame(_message.Message):
     METERS_FIELD_NUMBER: _builtins.int
     COMPUTING_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """Number of frames of this session, without the hello, that the worker had processed. Its last load does not include
     later frames. 0: unknown.
@@ -138,6 +139,10 @@ class WorkerFrame(_message.Message):
     def meters(self) -> Global___WorkerMeters:
         """at the start of a session, then once a second if they changed"""
 
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """at the start of a session and whenever they change; never: none"""
+
     def __init__(
         self,
         *,
@@ -154,14 +159,37 @@ class WorkerFrame(_message.Message):
         meters: Global___WorkerMeters | None = ...,
         computing: _builtins.bool = ...,
         sent_at_s: _builtins.float = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerFrame: _TypeAlias = WorkerFrame  # noqa: Y015
+
+@_typing.final
+class Adapters(_message.Message):
+    """Those that the worker takes requests for, by fingerprint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        fingerprints: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
 
 @_typing.final
 class Reach(_message.Message):
@@ -282,6 +310,7 @@ class Work(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """created by the router, never by a client"""
     cache_salt: _builtins.bytes
@@ -289,6 +318,8 @@ class Work(_message.Message):
     """32 hex digits of W3C trace context, for the logs; empty: none"""
     answer_tokens: _builtins.int
     """number of tokens at the end of `prompt` that an interrupted attempt generated"""
+    adapter: _builtins.str
+    """by fingerprint; empty: the base model. Only for a worker that has it"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -307,10 +338,11 @@ class Work(_message.Message):
         trace_id: _builtins.str = ...,
         answer_tokens: _builtins.int = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1319,6 +1351,26 @@ class WorkerState(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FailedAdaptersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
@@ -1326,6 +1378,8 @@ class WorkerState(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     REQUEST_ENDS_FIELD_NUMBER: _builtins.int
     HANDOFF_FAILURES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    FAILED_ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     steps: _builtins.int
@@ -1341,6 +1395,12 @@ class WorkerState(_message.Message):
     def handoff_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """HandoffCause → count"""
 
+    @_builtins.property
+    def adapters(self) -> Global___Adapters: ...
+    @_builtins.property
+    def failed_adapters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """fingerprint → why it could not be loaded"""
+
     def __init__(
         self,
         *,
@@ -1351,10 +1411,12 @@ class WorkerState(_message.Message):
         links: _abc.Iterable[Global___LinkState] | None = ...,
         request_ends: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         handoff_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        adapters: Global___Adapters | None = ...,
+        failed_adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_failures", b"handoff_failures", "links", b"links", "load", b"load", "request_ends", b"request_ends", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "epoch", b"epoch", "failed_adapters", b"failed_adapters", "handoff_failures", b"handoff_failures", "links", b"links", "load", b"load", "request_ends", b"request_ends", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

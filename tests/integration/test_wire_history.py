@@ -438,7 +438,7 @@ async def test_workers_and_routers_follow_an_earlier_controller(release: Release
     peers, followed = list[Any](), list[cluster_pb2.Directory]()
     async with answering("tandem.v1.Cluster", calls) as address:
         launch = cast(Any, SimpleNamespace(controller_address=address, worker_id=own.worker_id))
-        registering = asyncio.create_task(Registration(launch, own, peers.append).run())
+        registering = asyncio.create_task(Registration(launch, own, peers.append, lambda adapters: None).run())
         follower = DirectoryFollower(address, "router-0", followed.append)
         follower.start()
         await until(lambda: len(peers) == len(followed) == len(directories))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from tandem.clock import Clock
-from tandem.engine.api import EngineRequest
+from tandem.engine.api import EngineRequest, WithoutAdapters, check_adapter
 from tandem.errors import InputError
 from tandem.grammar.masks import GrammarRun, Grammars, no_grammars
 from tandem.scheduler.scheduler import Scheduler
@@ -28,6 +28,7 @@ class Intake:
         self._arrivals = count()
 
     def sequence(self, request: EngineRequest) -> Sequence:
+        check_adapter(request, WithoutAdapters.adapters)
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none", field="prompt")
         self.check_tokens(request.prompt, "prompt")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,15 +26,15 @@ from kvtransfer.control import (
     Sent,
 )
 from tandem.clock import SystemClock
-from tandem.engine.api import Engine, ExportRange, StepResult
+from tandem.engine.api import AdapterFiles, Engine, ExportRange, StepResult
 from tandem.engine.step_work import WorkShape
-from tandem.testing.small_engine import BLOCK_TOKENS, SmallEngine, answer_of
+from tandem.testing.small_engine import BLOCK_TOKENS, SHIFT_FILE, SmallEngine, answer_of
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from worker.agents import Agents
 from worker.inbox import AgentMessage, Inbox, Stop
 from worker.io_thread import ServiceLink
 from worker.leader import Leader, make_requests
-from worker.messages import FromRouter, SessionOpened, ToRouter
+from worker.messages import FromRouter, SessionOpened, StateAnswer, StateQuery, ToRouter, WantedAdapters
 from worker.meters import StepMeters
 from worker.rank import RoleParts
 from worker.roles import WorkerIdentity
@@ -48,10 +49,13 @@ class Service(ServiceLink):
 
     def __init__(self) -> None:
         self.frames: queue.SimpleQueue[worker_pb2.WorkerFrame] = queue.SimpleQueue()
+        self.states: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def send(self, message: msgspec.Struct) -> None:
         if isinstance(message, ToRouter):
             self.frames.put(worker_pb2.WorkerFrame.FromString(message.frame))
+        elif isinstance(message, StateAnswer):
+            self.states.put(message.state)
 
     def flush(self) -> None:
         """Frames wait for nothing."""
@@ -224,3 +228,49 @@ def test_a_cancelled_reservation_frees_its_blocks_once_no_agent_writes_to_them(w
     decode.send(cancel=worker_pb2.Cancel(request_id="r"))
     _, ended = decode.tokens_until_end()
     assert ended.error.code == "cancelled"
+
+
+def adapter(folder: Path, shift: int | str) -> AdapterFiles:
+    folder.mkdir()
+    (folder / SHIFT_FILE).write_text(str(shift))
+    return AdapterFiles(f"of {folder.name}", str(folder))
+
+
+def test_a_worker_answers_with_the_adapters_that_the_directory_has(
+    workers: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    _, decode = workers
+    one, two = adapter(tmp_path / "one", 11), adapter(tmp_path / "two", 30)
+    decode.inbox.put(WantedAdapters((one, two)))
+    told = (frame.adapters for frame in decode.frames() if frame.HasField("adapters"))
+    next(each for each in told if list(each.fingerprints) == ["of one", "of two"])
+    for files, shift in ((one, 11), (two, 30)):
+        asked = work(files.fingerprint, 9)
+        asked.adapter = files.fingerprint
+        decode.send(generate=worker_pb2.Generate(work=asked))
+        tokens, _ = decode.tokens_until_end()
+        assert tokens == answer_of(PROMPT, 9, shift)
+
+
+def test_a_request_for_an_adapter_that_a_worker_has_not_may_try_another(workers: tuple[Worker, Worker]) -> None:
+    _, decode = workers
+    asked = work("r", 4)
+    asked.adapter = "unknown"
+    decode.send(generate=worker_pb2.Generate(work=asked))
+    _, ended = decode.tokens_until_end()
+    assert (ended.error.code, ended.error.field) == ("unavailable", "adapter")
+
+
+def test_an_adapter_that_cannot_be_loaded_is_named_in_the_workers_state(
+    workers: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    _, decode = workers
+    broken, good = adapter(tmp_path / "broken", "eleven"), adapter(tmp_path / "good", 5)
+    decode.inbox.put(WantedAdapters((broken, good)))
+    told = (frame.adapters for frame in decode.frames() if frame.HasField("adapters"))
+    next(each for each in told if list(each.fingerprints) == ["of good"])
+    decode.inbox.put(StateQuery(1))
+    state = worker_pb2.WorkerState.FromString(decode.service.states.get(timeout=TIMEOUT_S))
+    assert list(state.adapters.fingerprints) == ["of good"]
+    assert list(state.failed_adapters) == ["of broken"]
+    assert "expected an integer in shift" in state.failed_adapters["of broken"]
