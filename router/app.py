@@ -297,6 +297,8 @@ class RouterApp:
     def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
         self._scraped.set_directory(directory)
+        self.service.set_adapters(directory.adapters)
+        fleet.set_adapters(directory.adapters)
         fleet.set_directory(directory.workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -29,6 +29,7 @@ from router.requests.validation import (
 from router.texts.chat import Chat
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 from tandem.text.words import plural
+from tandem.v1 import cluster_pb2
 
 MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
 LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
@@ -55,7 +56,8 @@ class RouterService:
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
-        self.models = models
+        self.models = models  # with their adapters
+        self._bases = models
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
@@ -65,6 +67,15 @@ class RouterService:
         self._readiness = readiness
         self._terms = terms
 
+    def set_adapters(self, adapters: Iterable[cluster_pb2.ModelAdapter]) -> None:
+        """Serves these, as models of their own names."""
+        made = {
+            each.name: base.with_adapter(each.name, each.fingerprint)
+            for each in adapters
+            if each.served and (base := self._bases.get(each.model)) is not None
+        }
+        self.models = made | {**self._bases}
+
     def models_for(self, call: Call | None) -> Mapping[str, ServingModel]:
         """The models the caller may use. Answers never mention others."""
         if call is None or call.principal.models is None:
@@ -72,10 +83,12 @@ class RouterService:
         return {name: model for name, model in self.models.items() if call.principal.may_use(name)}
 
     def model(self, name: str, call: Call | None = None, *, required: bool = True) -> ServingModel:
-        """Raises ModelNotFound. An empty name means the only model, unless `required`."""
+        """Raises ModelNotFound. An empty name means the only model, without an adapter, unless `required`."""
         models = self.models_for(call)
-        if not name and not required and len(models) == 1:
-            return next(iter(models.values()))
+        if not name and not required:
+            bases = [each for each in models.values() if not each.adapter]
+            if len(bases) == 1:
+                return bases[0]
         found = models.get(name)
         if found is None:
             served = ", ".join(repr(each) for each in models) or "none"
@@ -162,7 +175,7 @@ class RouterService:
             if call is not None:
                 call.request_id = request_id
                 call.name_model(model.name)
-            limit = self.dispatcher.fleet.max_model_tokens(model.name)
+            limit = self.dispatcher.fleet.max_model_tokens(model.base)
             salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
             return model, await model.parse(
                 raw,
@@ -249,14 +262,16 @@ class RouterService:
         self.metrics.rejected(model, error.code)
 
     def model_ready(self, name: str) -> bool:
-        return self._readiness.is_ready(name)
+        """Of an adapter's name: whether its model is ready."""
+        model = self.models.get(name)
+        return model is not None and self._readiness.is_ready(model.base)
 
     @property
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is neither leaving nor draining."""
         if self.is_leaving or self.dispatcher.draining:
             return False
-        return any(self.model_ready(name) for name in self.models)
+        return any(self.model_ready(name) for name in self._bases)
 
 
 def fit_logprobs(requests: Sequence[ValidRequest], raws: Sequence[RawRequest], choices: int) -> list[ValidRequest]:

@@ -115,6 +115,12 @@ class SimFleet:
         """Nothing: its engines are ours."""
         return []
 
+    def has_adapter(self, key: WorkerKey, adapter: str) -> bool:
+        return False  # adapters are not simulated
+
+    def serves_adapter(self, model: str, adapter: str) -> bool:
+        return False
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(self._by_role[role])
 

@@ -30,6 +30,7 @@ class SimRequest:
     sampling: SamplingParams = SAMPLING
     prompt: Sequence[int] = ()
     session: bytes | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class InferenceEdge(InferenceServicer):
                 max_model_tokens=model.max_model_tokens,
                 vocab_tokens=model.vocab_tokens,
                 ready=self._service.model_ready(model.name),
+                parent=model.base if model.adapter else "",
             )
             for model in self._service.models_for(call_of(context)).values()
         ]

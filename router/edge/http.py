@@ -235,7 +235,10 @@ class HttpEdge:
         return answer
 
     def _card(self, name: str) -> ModelCard:
-        return ModelCard(id=name, max_model_len=self._service.models[name].max_model_tokens)
+        model = self._service.models[name]
+        return ModelCard(
+            id=name, max_model_len=model.max_model_tokens, parent=model.base if model.adapter else msgspec.UNSET
+        )
 
     async def _parsed(self, request: Request, kind: type[Body], parse: Callable[[Body], Parsed]) -> tuple[Body, Parsed]:
         """The body, within the size limit, and what `parse` makes of it: both in a thread if it is large. Raises

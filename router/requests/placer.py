@@ -18,7 +18,7 @@ from router.workers.load_account import Charge
 from tandem.clock import Clock
 from tandem.config.model import Role
 from tandem.engine.api import Capability, needed
-from tandem.errors import ContextExceeded, KvExhausted, TandemError, UnsupportedField
+from tandem.errors import ContextExceeded, KvExhausted, TandemError, UnavailableError, UnsupportedField
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for
 
@@ -46,6 +46,12 @@ class FleetView(Protocol):
 
     def lacks(self, model: str) -> Sequence[frozenset[Capability]]:
         """What the engine of each decode worker cannot do, those included that take no request now."""
+        ...
+
+    def has_adapter(self, key: WorkerKey, adapter: str) -> bool: ...
+
+    def serves_adapter(self, model: str, adapter: str) -> bool:
+        """Whether the model's workers are to have it."""
         ...
 
     def ready_ids(self, model: str, role: Role) -> frozenset[str]: ...
@@ -118,7 +124,7 @@ class Placer:
         outcome = self.decide(run)
         if isinstance(outcome, Placement):
             return outcome
-        if (refusal := self._too_long(run) or self._unable(run)) is not None:
+        if (refusal := self._too_long(run) or self._replaced(run) or self._unable(run)) is not None:
             return refusal
         if run.excluded:  # decode workers that failed or refused it are asked again,
             run.excluded -= self._fleet.ready_ids(run.request.model, Role.DECODE)
@@ -260,6 +266,9 @@ class Placer:
     def _fitting(self, run: RequestRun, candidates: list[Candidate]) -> list[Candidate]:
         blocks = blocks_needed(run)
         fitting = [each for each in candidates if each.total_blocks >= blocks or not each.total_blocks]
+        if adapter := run.request.adapter:
+            fleet = self._fleet
+            fitting = [each for each in fitting if fleet.has_adapter(WorkerKey(each.worker_id, each.epoch), adapter)]
         needs = _needs(run)
         return [each for each in fitting if not needs & each.lacks] if needs else fitting
 
@@ -273,6 +282,13 @@ class Placer:
         if run.answer_tokens:  # the worker that had room for it is gone
             return KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0)
         return ContextExceeded(f"prompt: {limit}", field="prompt")
+
+    def _replaced(self, run: RequestRun) -> TandemError | None:
+        """An adapter that workers no longer have: while they load it, its requests wait."""
+        request = run.request
+        if not request.adapter or self._fleet.serves_adapter(request.model, request.adapter):
+            return None
+        return UnavailableError("model: its adapter was replaced or removed after the request came: send it again")
 
     def _unable(self, run: RequestRun) -> TandemError | None:
         """What the engine of no decode worker can do, those included that take no request now. An answer that has

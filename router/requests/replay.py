@@ -113,6 +113,7 @@ class RecordedRequest:
     block_tokens: int
     block_hashes: tuple[BlockHash, ...] = ()
     session: bytes | None = None
+    adapter: str = ""
 
 
 @dataclass(slots=True)

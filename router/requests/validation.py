@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -95,6 +96,7 @@ class ValidRequest(msgspec.Struct, frozen=True):
     block_hashes: tuple[BlockHash, ...]
     block_tokens: int
     cache_salt: bytes = b""
+    adapter: str = ""  # its fingerprint
     session: bytes | None = None  # digest
     echo: str | None = None  # text that goes before the answer
     reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
@@ -114,6 +116,7 @@ class ValidRequest(msgspec.Struct, frozen=True):
             prompt=[*self.prompt, *answer],
             sampling=sampling_frame(sampling),
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
             answer_tokens=given,
             trace_id=trace_id,
             prediction=self.prediction or (),
@@ -121,12 +124,15 @@ class ValidRequest(msgspec.Struct, frozen=True):
 
 
 class ServingModel:
-    """The router's part of one served model: tokenizer, chat template and limits."""
+    """The router's part of one served model: tokenizer, chat template and limits. With an adapter, `name` is the
+    adapter's, `base` the model's, and `adapter` the fingerprint."""
+
+    adapter = ""
 
     def __init__(
         self, served: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, config: ModelConfig
     ) -> None:
-        self.name = served.name
+        self.name = self.base = served.name
         self.tokenizer = tokenizer
         self.vocab_tokens = config.vocab_size
         self._served = served
@@ -146,6 +152,12 @@ class ServingModel:
         self._grammars = GrammarChecker(
             partial(GrammarCompiler.load, Path(served.model_dir), config.vocab_size, sorted(self._eos))
         )
+
+    def with_adapter(self, name: str, fingerprint: str) -> ServingModel:
+        """The same model, which answers with an adapter."""
+        adapted = copy(self)
+        adapted.name, adapted.adapter = name, fingerprint
+        return adapted
 
     @classmethod
     def load(cls, served: ServedModel) -> ServingModel:
@@ -274,16 +286,18 @@ class ServingModel:
                 field=field,
             )
         served = self._served
-        hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint, cache_salt=cache_salt))
+        key = HashKey(served.model_fingerprint, self.adapter, cache_salt)
+        hashes = hash_blocks(prompt, served.block_tokens, key)
         request = ValidRequest(
             request_id=request_id,
-            model=self.name,
+            model=self.base,
             prompt=prompt,
             sampling=self._sampling(raw.sampling, len(prompt), room, constraint),
             stop=_stop_strings(raw.sampling.stop),
             block_hashes=tuple(hashes),
             block_tokens=served.block_tokens,
             cache_salt=cache_salt,
+            adapter=self.adapter,
             session=_session(raw.session, cache_salt) if raw.session else None,
             echo=self._text(raw.prompt, prompt) if raw.echo else None,
             reading=reading,

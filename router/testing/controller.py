@@ -20,6 +20,7 @@ class StubController(ClusterServicer):
     def __init__(self) -> None:
         self.address = ""
         self.places: list[cluster_pb2.WorkerPlace] = []  # sent with the next change
+        self.adapters: list[cluster_pb2.ModelAdapter] = []  # likewise
         self._workers: list[cluster_pb2.WorkerInfo] = []
         self._version = 0
         self._changed = asyncio.Condition()
@@ -51,7 +52,9 @@ class StubController(ClusterServicer):
                 while self._version == seen:
                     await self._changed.wait()
                 seen = self._version
-                directory = cluster_pb2.Directory(version=seen, workers=self._workers, places=self.places)
+                directory = cluster_pb2.Directory(
+                    version=seen, workers=self._workers, places=self.places, adapters=self.adapters
+                )
             yield directory
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:

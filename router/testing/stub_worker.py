@@ -97,6 +97,7 @@ class StubWorker(WorkerServicer):
         self.messages = 0  # from routers; each holds one or more frames
         self.steps = 0
         self.meters = worker_pb2.WorkerMeters()  # sent with the hello
+        self.adapters = worker_pb2.Adapters()  # likewise
         self.known: set[str] = set()  # unfinished requests
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
@@ -141,7 +142,7 @@ class StubWorker(WorkerServicer):
                 protocol=PROTOCOL_VERSION,
                 takes_more=self.behaviour.takes_more,
             )
-            yield worker_pb2.WorkerFrame(hello=hello, load=self._load(), meters=self.meters)
+            yield worker_pb2.WorkerFrame(hello=hello, load=self._load(), meters=self.meters, adapters=self.adapters)
             while True:
                 frame = await self._next(session)
                 while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it without an event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.policies.pace_estimates import Estimates, WorkerEstimates
@@ -99,7 +99,12 @@ class Fleet:
         self._router_id = router_id
         self._tls = tls
         self._workers: dict[WorkerKey, Worker] = {}
+        self._adapters: frozenset[tuple[str, str]] = frozenset()  # model and fingerprint
         self._closing: set[asyncio.Task[None]] = set()
+
+    def set_adapters(self, adapters: Iterable[cluster_pb2.ModelAdapter]) -> None:
+        """Those of the directory."""
+        self._adapters = frozenset((each.model, each.fingerprint) for each in adapters if each.served)
 
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
@@ -184,6 +189,13 @@ class Fleet:
             for worker in self._workers.values()
             if worker.listed and worker.role is Role.DECODE and worker.link.info.model == model
         ]
+
+    def has_adapter(self, key: WorkerKey, adapter: str) -> bool:
+        link = self.link(key)
+        return link is not None and adapter in link.adapters
+
+    def serves_adapter(self, model: str, adapter: str) -> bool:
+        return (model, adapter) in self._adapters
 
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(worker.key.worker_id for worker in self.ready(model, role))

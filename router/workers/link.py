@@ -101,6 +101,7 @@ class WorkerLink:
         self.load: worker_pb2.WorkerLoad | None = None
         self.meters = MeterHistory()
         self.reaches: frozenset[tuple[str, int]] | None = None
+        self.adapters: frozenset[str] = frozenset()
         self.ready = False
         self.sent_frames = 0  # of this session, hello not counted
         self.seen_frames = 0  # of them, those that the worker's last report includes
@@ -317,6 +318,9 @@ class WorkerLink:
         if frame.HasField("reach"):
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)
+        if frame.HasField("adapters"):
+            self.adapters = frozenset(frame.adapters.fingerprints)
+            self._listener.load_changed(self)
         if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
             self.progress.request_event(now_s)
         if frame.computing:
@@ -344,6 +348,7 @@ class WorkerLink:
         was_ready, self.ready = self.ready, False
         self.load = None
         self.reaches = None
+        self.adapters = frozenset()
         self.progress = Progress()
         self._outbox.clear()
         self._late.clear()

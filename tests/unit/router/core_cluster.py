@@ -263,6 +263,7 @@ class CoreCluster:
         terms: RequestTerms | None = None,
         assembler: Assembler | None = None,
         session: bytes | None = None,
+        adapter: str = "",
     ) -> Asked:
         """Submits a request: a prompt of so many tokens, or of these. Raises as `RequestCore.submit` does."""
         tokens = tuple(prompt) if not isinstance(prompt, int) else (70,) * prompt
@@ -272,9 +273,10 @@ class CoreCluster:
             prompt=tokens,
             sampling=sampling or SamplingParams(max_tokens=len(self.answer)),
             stop=(),
-            block_hashes=tuple(hash_blocks(tokens, BLOCK_TOKENS, HashKey("f"))),
+            block_hashes=tuple(hash_blocks(tokens, BLOCK_TOKENS, HashKey("f", adapter))),
             block_tokens=BLOCK_TOKENS,
             session=session,
+            adapter=adapter,
         )
         terms = terms or RequestTerms(self.spec.classes[0].name)
         run = RequestRun(request, assembler or TextlessAssembler(), terms, self.loop.now_s(), self.spec.max_migrations)
