@@ -1,14 +1,16 @@
-"""Applies a changed spec to a running cluster: pool sizes, the autoscaler, the routers' settings and the log level
-change without a restart of the cluster."""
+"""Applies a changed spec to a running cluster: pool sizes, adapters, the autoscaler, the routers' settings and the log
+level change without a restart of the cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Literal, Protocol
 
 from cluster.spec.changes import SpecSource, shown_changes
+from tandem.checkpoint.adapter import Adapter
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, TandemError
@@ -44,6 +46,16 @@ class RouterSettings(Protocol):
     async def change(self, spec: ClusterSpec) -> None: ...
 
 
+class Adapters(Protocol):
+    """Implemented by `ModelAdapters`."""
+
+    async def changed(self, spec: ClusterSpec) -> dict[str, tuple[Adapter, ...]]: ...
+
+    def words(self, model: str, wanted: tuple[Adapter, ...]) -> str: ...
+
+    async def change(self, model: str, adapters: tuple[Adapter, ...]) -> None: ...
+
+
 class SpecApplier:
     """`source` is the spec that the cluster was last asked to have."""
 
@@ -52,6 +64,7 @@ class SpecApplier:
         pools: ScalablePools,
         autoscaling: AutoscalerSettings,
         routers: RouterSettings,
+        adapters: Adapters,
         source: SpecSource,
         on_change: Callable[[], None] = lambda: None,
         set_log_levels: Callable[[ClusterSpec], None] = lambda spec: None,
@@ -60,6 +73,7 @@ class SpecApplier:
         self._pools = pools
         self._autoscaling = autoscaling
         self._routers = routers
+        self._adapters = adapters
         self._on_change = on_change
         self._set_log_levels = set_log_levels
         self.source = source
@@ -89,8 +103,20 @@ class SpecApplier:
 
     async def _apply(self, text: str, dry_run: bool) -> tuple[str, ...]:
         before, after = self.source.spec, self.source.changed_by(text)
+        adapters = await self._adapters.changed(after)
         sizes = self._changed_sizes(before, after)
-        changes = [f"{name}: {prefill} prefill and {decode} decode workers" for name, prefill, decode in sizes]
+        steps: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+            (
+                f"{name}: {prefill} prefill and {decode} decode workers",
+                partial(self._pools.scale, name, prefill, decode),
+            )
+            for name, prefill, decode in sizes
+        ]
+        steps += [
+            (self._adapters.words(model, wanted), partial(self._adapters.change, model, wanted))
+            for model, wanted in adapters.items()
+        ]
+        changes = [words for words, _ in steps]
         if after.autoscaler != before.autoscaler:
             changes.append(f"autoscaler: {_changed_fields(before.autoscaler, after.autoscaler)}")
         if after.router != before.router:
@@ -104,10 +130,10 @@ class SpecApplier:
         if dry_run:
             earlier = ("an earlier change is still under way",) if self._lock.locked() else ()
             return (*earlier, *(f"would set {each}" for each in changes))
-        for number, (name, prefill, decode) in enumerate(sizes):
-            log.info("apply: set %s to %d prefill and %d decode workers", name, prefill, decode)
+        for number, (words, make) in enumerate(steps):
+            log.info("apply: %s", words)
             try:
-                await self._pools.scale(name, prefill, decode)
+                await make()
             except TandemError as error:
                 if number:
                     error.message += f" (set before that: {'; '.join(changes[:number])})"

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from cluster.backends.protocol import Backend
 from cluster.control.admin_service import ALLOWED, AdminService
 from cluster.control.apply import SpecApplier
+from cluster.control.model_adapters import ModelAdapters
 from cluster.control.record import ClusterRecord, RecordWriter, Successor
 from cluster.control.redis import Redis
 from cluster.control.rolling_restart import RollingRestart
@@ -84,9 +85,16 @@ class Controller:
         self.routers = Routers(cluster, backend, self._tls, run_base, touch, self._record.write)
         self.scaler = PoolScaler(self.workers, self.spec.control, self._record.write)
         self.restart = RollingRestart(self.workers, self.routers, self.scaler, self._record.write)
+        self.adapters = ModelAdapters(self.workers, self.spec.control.start_timeout_s)
         self.autoscaling = Autoscaling(self.workers, self.scaler, self.routers, self.spec)
         self.applier = SpecApplier(
-            self.scaler, self.autoscaling, self.routers, self._successor.source, touch, self._set_log_levels
+            self.scaler,
+            self.autoscaling,
+            self.routers,
+            self.adapters,
+            self._successor.source,
+            touch,
+            self._set_log_levels,
         )
         self._redis = Redis(self.spec.redis, run_base / "redis", keeper)
         self._node_drainer = NodeDrainer(self.workers, self.scaler, backend)
@@ -190,6 +198,7 @@ class Controller:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         self.applier.source = SpecSource(record.spec, record.flags)
         self._set_log_levels(record.spec)
+        await self.adapters.resume(record.spec)
         self.scaler.under_way[:] = record.under_way
         self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
@@ -277,7 +286,7 @@ class Controller:
     async def _pending(self) -> str:
         """Names what is not ready yet; empty if everything is."""
         raise_failure(self._tasks)
-        return await self.workers.pending() or await self.routers.pending()
+        return await self.workers.pending() or await self.adapters.pending() or await self.routers.pending()
 
     async def _serve_admin(self, address: str) -> None:
         self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS, self._admin_service.refused)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvtransfer.session.reshard import check_compatible, reshard_plan
+from tandem.checkpoint.adapter import Adapter
 from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.directory import directory_changes
 from tandem.v1 import cluster_pb2
@@ -18,6 +19,7 @@ class Directory:
         self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
         self._places: dict[str, cluster_pb2.WorkerPlace] = {}
         self._autoscaler_decisions: dict[str, int] = {}
+        self._adapters: dict[str, dict[Adapter, bool]] = {}  # of each model; whether they are served
         self._version = 1
         self._current: cluster_pb2.Directory | None = None  # this version, once it was asked for
         self._changes: dict[int, cluster_pb2.Directory] = {}  # to it, by the version they change
@@ -31,6 +33,7 @@ class Directory:
                 workers=self._workers.values(),
                 places=self._places.values(),
                 autoscaler_decisions=self._autoscaler_decisions,
+                adapters=self.listed_adapters(),
             )
         return self._current
 
@@ -38,6 +41,30 @@ class Directory:
         """Counts by action, which the routers export as metrics."""
         self._autoscaler_decisions = dict(counts)
         self._bump()
+
+    def set_adapters(self, model: str, served: Sequence[Adapter], loading: Sequence[Adapter] = ()) -> None:
+        """Workers load both, and routers serve the first."""
+        wanted = {each: True for each in served} | {each: False for each in loading if each not in served}
+        if self._adapters.get(model, {}) != wanted:
+            self._adapters[model] = wanted
+            self._bump()
+
+    def adapters(self, model: str) -> tuple[Adapter, ...]:
+        """Those that are served."""
+        return tuple(each for each, is_served in self._adapters.get(model, {}).items() if is_served)
+
+    def listed_adapters(self) -> list[cluster_pb2.ModelAdapter]:
+        return [
+            cluster_pb2.ModelAdapter(
+                model=model,
+                name=each.name,
+                fingerprint=each.fingerprint,
+                folder=str(each.folder),
+                served=is_served,
+            )
+            for model, adapters in self._adapters.items()
+            for each, is_served in adapters.items()
+        ]
 
     def put_place(self, place: cluster_pb2.WorkerPlace) -> None:
         """Adds or updates a worker that should exist, ready or not, with its number of restarts."""

@@ -94,7 +94,14 @@ class StatusReport:
         tools, reasoning = model.formats.names
         prefill, decode = self._scaler.asked_sizes(model)
         return cluster_pb2.ModelStatus(
-            name=model.spec.served_name, tool_parser=tools, reasoning_parser=reasoning, prefill=prefill, decode=decode
+            name=model.spec.served_name,
+            tool_parser=tools,
+            reasoning_parser=reasoning,
+            prefill=prefill,
+            decode=decode,
+            adapters=[
+                each for each in self._workers.directory.listed_adapters() if each.model == model.spec.served_name
+            ],
         )
 
     async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:

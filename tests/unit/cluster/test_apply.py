@@ -6,6 +6,7 @@ import yaml
 from cluster.control.apply import SpecApplier
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import load_spec, spec_of_text
+from tandem.checkpoint.adapter import Adapter
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InsufficientMemory, UnavailableError
 
@@ -40,6 +41,17 @@ class NoAutoscaling:
         raise AssertionError("the autoscaler did not change")
 
 
+class NoAdapters:
+    async def changed(self, spec: ClusterSpec) -> dict[str, tuple[Adapter, ...]]:
+        return {}
+
+    def words(self, model: str, wanted: tuple[Adapter, ...]) -> str:
+        raise AssertionError("no adapter changed")
+
+    async def change(self, model: str, adapters: tuple[Adapter, ...]) -> None:
+        raise AssertionError("no adapter changed")
+
+
 class SettledRouters:
     def __init__(self) -> None:
         self.specs: list[ClusterSpec] = []
@@ -67,7 +79,7 @@ async def test_only_sizes_that_a_spec_changes_are_set_while_an_autoscaler_choose
     text = f"{two_models(1)}autoscaler: {{{word}: true}}\nrouter: {{classes: [{{name: a, ttft_slo_s: 1}}]}}\n"
     pools = ScaledPools()
     source = SpecSource(spec_of_text(text, fallbacks={}, flags={}), {})
-    applier = SpecApplier(pools, QuietAutoscaling(), SettledRouters(), source)
+    applier = SpecApplier(pools, QuietAutoscaling(), SettledRouters(), NoAdapters(), source)
     assert await applier.apply(text, dry_run=False) == ()
     assert pools.scaled == []
     changed = text.replace("decode:\n    workers: 1", "decode:\n    workers: 2", 1)
@@ -84,7 +96,7 @@ def test_two_autoscalers_are_refused() -> None:
 async def test_routers_are_told_what_concerns_them() -> None:
     routers, levels = SettledRouters(), list[ClusterSpec]()
     source = SpecSource(load_spec(None, {}, {}), {})
-    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, source, set_log_levels=levels.append)
+    applier = SpecApplier(FullPools(), QuietAutoscaling(), routers, NoAdapters(), source, set_log_levels=levels.append)
     text = "router: {max_queued_requests: 9, dashboard: false}"
     said = "routers, one after another: max_queued_requests 256 → 9, dashboard true → false"
     assert await applier.apply(text, dry_run=True) == (f"would set {said}",)
@@ -111,7 +123,9 @@ class RefusingRouters:
 
 async def test_settings_that_routers_cannot_serve_with_are_not_kept() -> None:
     source, levels = SpecSource(load_spec(None, {}, {}), {}), list[ClusterSpec]()
-    applier = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), source, set_log_levels=levels.append)
+    applier = SpecApplier(
+        FullPools(), QuietAutoscaling(), RefusingRouters(), NoAdapters(), source, set_log_levels=levels.append
+    )
     for _ in range(2):  # it is no "nothing to do" when it is tried again
         with pytest.raises(UnavailableError, match=r"did not serve again .* earlier settings again"):
             await applier.apply("log_level: debug\nrouter: {record: /dev/null/x}", dry_run=False)
@@ -124,6 +138,7 @@ async def test_an_error_lists_the_changes_made_before_it() -> None:
         FullPools(),
         NoAutoscaling(),
         SettledRouters(),
+        NoAdapters(),
         SpecSource(spec_of_text(two_models(1), fallbacks={}, flags={}), {}),
     )
     with pytest.raises(InsufficientMemory) as caught:
@@ -136,8 +151,8 @@ async def test_a_change_that_an_earlier_controller_began_is_completed_or_set_bac
     before = load_spec(None, {}, {})
     after = spec_of_text("router: {max_queued_requests: 9}", fallbacks={}, flags={})
     routers = SettledRouters()
-    await SpecApplier(FullPools(), QuietAutoscaling(), routers, SpecSource(after, {})).resume(before)
+    await SpecApplier(FullPools(), QuietAutoscaling(), routers, NoAdapters(), SpecSource(after, {})).resume(before)
     assert routers.specs == [after]
-    failing = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), SpecSource(after, {}))
+    failing = SpecApplier(FullPools(), QuietAutoscaling(), RefusingRouters(), NoAdapters(), SpecSource(after, {}))
     await failing.resume(before)
     assert failing.source.spec == before

@@ -1,0 +1,112 @@
+"""The LoRA adapters of each model, from its spec to its workers: changed while they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from cluster.control.record import WorkerState
+from cluster.control.workers import Workers
+from cluster.spec.resolve import load_adapters
+from tandem.checkpoint.adapter import Adapter
+from tandem.config.model import ModelSpec, Role
+from tandem.config.spec import ClusterSpec
+from tandem.errors import ConfigError, TandemError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+class ModelAdapters:
+    """The directory has them: routers serve what it says, and workers load it."""
+
+    def __init__(self, workers: Workers, timeout_s: float) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        for model in workers.models:
+            workers.directory.set_adapters(model.spec.served_name, model.adapters)
+
+    async def resume(self, spec: ClusterSpec) -> None:
+        """Those that the cluster was last asked to have. A model whose files cannot be read any more has none."""
+        for each in spec.models:
+            adapters: tuple[Adapter, ...] = ()
+            try:
+                adapters = await asyncio.to_thread(self._load, each)
+            except TandemError as error:
+                log.error("%s is served without its adapters: %s", each.served_name, error.message)
+            self._workers.directory.set_adapters(each.served_name, adapters)
+
+    async def changed(self, spec: ClusterSpec) -> dict[str, tuple[Adapter, ...]]:
+        """The adapters of each model that has others now, by content. Raises ConfigError for what cannot be served."""
+        loaded = {each.served_name: await asyncio.to_thread(self._load, each) for each in spec.models}
+        return {model: new for model, new in loaded.items() if new != self._workers.directory.adapters(model)}
+
+    def words(self, model: str, wanted: tuple[Adapter, ...]) -> str:
+        """What a change to `wanted` does."""
+        old = {each.name: each.fingerprint for each in self._workers.directory.adapters(model)}
+        new = {each.name: each.fingerprint for each in wanted}
+        kinds = {
+            "added": [name for name in new if name not in old],
+            "replaced": [name for name in new if name in old and new[name] != old[name]],
+            "removed": [name for name in old if name not in new],
+        }
+        said = [f"{', '.join(names)} {kind}" for kind, names in kinds.items() if names]
+        return f"{model}: adapters: {'; '.join(said) or 'in another folder'}"
+
+    async def change(self, model: str, adapters: tuple[Adapter, ...]) -> None:
+        """Returns when every ready worker of the model has loaded them and routers serve them, which keep the earlier
+        ones until then. Raises ConfigError if a worker cannot load one, UnavailableError if it takes too long: the
+        earlier ones stay."""
+        directory = self._workers.directory
+        before = directory.adapters(model)
+        directory.set_adapters(model, before, loading=adapters)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while await self._pending(model, adapters):  # noqa: ASYNC110 (workers are asked)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"adapters: {model}: not loaded within {self._timeout_s:g} s (control.start_timeout_s)",
+                field="adapters",
+            ) from None
+        else:
+            before = adapters
+        finally:
+            directory.set_adapters(model, before)
+
+    async def pending(self) -> str:
+        """Names a ready worker that has not loaded its model's adapters; empty if all have. Raises ConfigError for one
+        that a worker cannot load."""
+        for model in self._workers.models:
+            name = model.spec.served_name
+            if pending := await self._pending(name, self._workers.directory.adapters(name)):
+                return pending
+        return ""
+
+    async def _pending(self, model: str, wanted: tuple[Adapter, ...]) -> str:
+        slots = [slot for slot in self._workers.slots.values() if slot.model.spec.served_name == model]
+        for slot in slots if wanted else ():
+            if slot.state is not WorkerState.READY:
+                continue
+            if (state := await self._workers.state(slot)) is None:
+                return f"adapters of {slot.worker_id}"
+            for each in wanted:
+                if (why := state.failed_adapters.get(each.fingerprint)) is not None:
+                    raise ConfigError(
+                        f"adapters: {each.name}: {slot.worker_id} cannot load it: {why}", field="adapters"
+                    )
+                if each.fingerprint not in state.adapters.fingerprints:
+                    return f"adapters of {slot.worker_id}"
+        return ""
+
+    def _load(self, spec: ModelSpec) -> tuple[Adapter, ...]:
+        """Workers keep what they could load when they started."""
+        started = self._workers.model(spec.served_name)
+        if spec.adapters and not all(started.spec.takes_adapters(role) for role in Role):
+            raise ConfigError(
+                f"adapters: {spec.served_name}: its workers started without room for any: start the cluster again, or "
+                "first with engine.vllm.enable_lora: true and then add adapters while it serves",
+                field="adapters",
+            )
+        return load_adapters(spec, started.config)
