@@ -14,6 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from tandem.engine.api import (
+    AdapterFiles,
     Capability,
     EngineLoad,
     EngineRequest,
@@ -22,6 +23,7 @@ from tandem.engine.api import (
     StepResult,
     TokenLogprob,
     TokenOut,
+    check_adapter,
     needed,
 )
 from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFailed, UnsupportedField
@@ -29,6 +31,7 @@ from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason, SamplingParams
+from tandem.vllm_engine.adapters import VllmAdapters
 from tandem.vllm_engine.connector import Shared
 from tandem.vllm_engine.executor import RankExecutor
 from tandem.vllm_engine.exports import Export
@@ -51,8 +54,11 @@ class VllmEngine:
     is_collecting = False
     can: frozenset[Capability] = frozenset()
 
-    def __init__(self, core: EngineCore, shared: Shared, *, vocab_size: int, max_model_tokens: int) -> None:
+    def __init__(
+        self, core: EngineCore, shared: Shared, adapters: VllmAdapters, *, vocab_size: int, max_model_tokens: int
+    ) -> None:
         self._core = core
+        self._adapters = adapters
         self._executor: RankExecutor = core.model_executor
         self._scheduler: TandemScheduler = core.scheduler
         self._shared = shared
@@ -127,6 +133,7 @@ class VllmEngine:
             prompt[:answer_from],
             _sampling(request),
             None,
+            lora_request=self._adapters.request(request.hash_key.adapter),
             block_hasher=_Hasher(request.hash_key, self._block_tokens),
         )
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
@@ -136,6 +143,7 @@ class VllmEngine:
         return made
 
     def _check(self, request: EngineRequest) -> None:
+        check_adapter(request, self.adapters)
         if lacking := needed(request.sampling) - self.can:
             raise UnsupportedField(f"expected a request that needs none of {', '.join(sorted(lacking))}")
         if request.request_id in self._held:
@@ -160,6 +168,21 @@ class VllmEngine:
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             raise InputError(f"{field}: expected token ids from 0 to {self._vocab_size - 1}", field=field)
+
+    # --- adapters
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return self._adapters.fingerprints
+
+    def load_adapter(self, adapter: AdapterFiles) -> None:
+        self._adapters.load(adapter)
+
+    def drop_adapter(self, fingerprint: str) -> bool:
+        if any(held.given.hash_key.adapter == fingerprint for held in self._held.values()):
+            return False
+        self._adapters.drop(fingerprint)
+        return True
 
     # --- steps
 

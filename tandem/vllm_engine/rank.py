@@ -16,6 +16,7 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.step_work import WorkShape
 from tandem.errors import ConfigError, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
+from tandem.vllm_engine.adapters import VllmAdapters
 from tandem.vllm_engine.connector import SHARED, Shared
 from tandem.vllm_engine.engine import VllmEngine
 from tandem.vllm_engine.executor import RankExecutor, executor_of
@@ -64,7 +65,8 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
         raise ConfigError("engine.kind: expected vLLM for CPUs, got vLLM for a GPU: install tandem-serve[vllm]")
     name = f"vllm-{launch.worker_id}-{launch.epoch:x}"
     make_executor = executor_of(launch.rendezvous_file, index, name)
-    config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor)
+    takes_adapters = launch.model.takes_adapters(launch.role)
+    config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor, takes_adapters=takes_adapters)
     model = config.model_config
     try:
         core = EngineCore(config, make_executor, log_stats=False)
@@ -81,5 +83,11 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
     kv_heads = model.get_total_num_kv_heads()
     leader = None
     if index == 0:
-        leader = VllmEngine(core, shared, vocab_size=model.get_vocab_size(), max_model_tokens=model.max_model_len)
+        leader = VllmEngine(
+            core,
+            shared,
+            VllmAdapters(core, launch.adapters_folder if takes_adapters else None),
+            vocab_size=model.get_vocab_size(),
+            max_model_tokens=model.max_model_len,
+        )
     return VllmRank(model_dir, layout, shared.pool, shape, kv_heads, model.max_model_len, core, leader)

@@ -101,10 +101,19 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """An exported prompt gets all of its blocks with its first chunk."""
+        if request.request_id in self.requests and self._is_one_adapter_too_many(request):
+            return None  # it waits
         if request.request_id in self._shared.exports:
             computed = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
             kwargs["num_lookahead_tokens"] = max(request.num_tokens - computed - num_new_tokens, 0)
         return self._allocate(request, num_new_tokens, *args, **kwargs)
+
+    def _is_one_adapter_too_many(self, request: Request) -> bool:
+        """vLLM counts the adapters of those that it has planned in this step; the next one may plan all that run."""
+        if request.lora_request is None:
+            return False
+        running = {each.lora_request.lora_int_id for each in self.running if each.lora_request is not None}
+        return request.lora_request.lora_int_id not in running and len(running) >= self.lora_config.max_loras
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         """Those of an exported prompt are read by transfer agents, so it is never preempted."""

@@ -12,6 +12,9 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError, InsufficientMemory
 
+ADAPTERS_IN_BATCH = 8  # unless max_loras says otherwise
+ADAPTERS_KEPT = 32  # in memory, unless max_cpu_loras says otherwise
+
 _REASONS = {
     "drafts have KV of their own, which cannot be exchanged": (
         "spec_method",
@@ -51,10 +54,6 @@ _REASONS = {
         "data_parallel_start_rank",
         "enable_elastic_ep",
     ),
-    "adapters are not served yet": (
-        "default_mm_loras",
-        "enable_lora",
-    ),
     "the router does this": (
         "generation_config",
         "max_logprobs",
@@ -70,6 +69,7 @@ _REASONS = {
     ),
     "models of text are served, by their tokens": (
         "convert",
+        "default_mm_loras",
         "enable_prompt_embeds",
         "limit_mm_per_prompt",
         "pooler_config",
@@ -106,7 +106,15 @@ DECIDED = {name: why for why, names in _REASONS.items() for name in names} | {
 }
 
 
-def engine_config(model_dir: Path, spec: EngineSpec, tp: int, connector: dict[str, Any], executor: type[Any]) -> Any:
+def engine_config(
+    model_dir: Path,
+    spec: EngineSpec,
+    tp: int,
+    connector: dict[str, Any],
+    executor: type[Any],
+    *,
+    takes_adapters: bool,
+) -> Any:
     """vLLM's configuration. `connector`: the connector's extra settings. Raises ConfigError."""
     known = {each.name for each in dataclasses.fields(EngineArgs)}
     for name in spec.vllm:
@@ -118,6 +126,9 @@ def engine_config(model_dir: Path, spec: EngineSpec, tp: int, connector: dict[st
                 field="engine.vllm",
             )
     settings: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": True, **spec.vllm}
+    if takes_adapters:
+        settings = {"enable_lora": True, "max_loras": ADAPTERS_IN_BATCH} | settings
+        settings = {"max_cpu_loras": max(ADAPTERS_KEPT, settings["max_loras"])} | settings
     given = dict(
         model=str(model_dir),
         skip_tokenizer_init=True,
@@ -143,12 +154,12 @@ def engine_config(model_dir: Path, spec: EngineSpec, tp: int, connector: dict[st
     try:
         return EngineArgs(**given, **settings).create_engine_config()
     except Exception as error:
-        raise ConfigError(f"engine.vllm: {_first_line(error)}", field="engine.vllm") from error
+        raise ConfigError(f"engine.vllm: {first_line(error)}", field="engine.vllm") from error
 
 
 def start_error(error: Exception) -> ConfigError:
     """vLLM's refusal to start, as ours: nearly always a pool too small for one request."""
-    text = _first_line(error)
+    text = first_line(error)
     if "KV cache" in text:
         return InsufficientMemory(
             f"engine.kv_memory_bytes: expected a pool that holds one request of the whole context: {text}; raise it, "
@@ -158,6 +169,6 @@ def start_error(error: Exception) -> ConfigError:
     return ConfigError(f"engine.kind: expected vLLM to start with this model and these settings, got: {text}")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "Value error" in line), lines[0] if lines else type(error).__name__)

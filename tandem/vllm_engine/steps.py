@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from tandem.errors import InternalError
@@ -23,6 +24,7 @@ class _New(msgspec.Struct, array_like=True):
     block_ids: _Blocks
     num_computed_tokens: int
     prefill_token_ids: list[int] | None
+    lora_request: LoRARequest | None
 
 
 class _Step(msgspec.Struct, array_like=True):
@@ -39,7 +41,7 @@ class _Step(msgspec.Struct, array_like=True):
     exports: tuple[ExportRange, ...]
 
 
-# Empty in every step of a model of text without drafts, adapters and constraints.
+# Empty in every step of a model of text without drafts and constraints.
 NOT_SENT = (
     "scheduled_spec_decode_tokens",
     "scheduled_encoder_inputs",
@@ -70,6 +72,7 @@ def encode(step: SchedulerOutput) -> bytes:
             each.block_ids,
             each.num_computed_tokens,
             each.prefill_token_ids,
+            each.lora_request,
         )
         for each in step.scheduled_new_reqs
     ]
@@ -101,7 +104,7 @@ def decode(raw: bytes) -> SchedulerOutput:
             pooling_params=None,
             block_ids=each.block_ids,
             num_computed_tokens=each.num_computed_tokens,
-            lora_request=None,
+            lora_request=each.lora_request,
             prefill_token_ids=each.prefill_token_ids,
         )
         for each in wire.new

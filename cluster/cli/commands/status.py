@@ -113,7 +113,12 @@ def to_json(
         "router_ready": status.router_ready,
         "task_failures": dict(status.task_failures),
         "models": [
-            {"name": model.name, "tool_parser": model.tool_parser, "reasoning_parser": model.reasoning_parser}
+            {
+                "name": model.name,
+                "tool_parser": model.tool_parser,
+                "reasoning_parser": model.reasoning_parser,
+                "adapters": [each.name for each in model.adapters if each.served],
+            }
             for model in status.models
         ],
         "routers": [
@@ -222,6 +227,8 @@ def show(
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
     for model in status.models:
         console.print(f"{model.name}: tool calls {model.tool_parser}, reasoning {model.reasoning_parser}", markup=False)
+        for adapter in model.adapters:
+            console.print(_adapter_line(adapter, status.workers), markup=False, soft_wrap=True)
     if words := _local_prefill(placements or {}, _local_prefill_max_tokens(status)):
         console.print(words, markup=False, soft_wrap=True)
     _show_autoscaler(status.autoscaler, console)
@@ -252,6 +259,13 @@ def _local_prefill(placements: Placements, max_tokens: int | None) -> str:
     limit = "few" if max_tokens is None else f"at most {max_tokens}"
     reasons = "; ".join(f"{count} {WHY_LOCAL[reason].format(limit=limit)}" for reason, count in counts.items())
     return f"local prefill: {sum(counts.values())} of {plural(sum(placements.values()), 'placement')}: {reasons}"
+
+
+def _adapter_line(adapter: cluster_pb2.ModelAdapter, workers: Iterable[cluster_pb2.WorkerStatus]) -> str:
+    states = [worker.live for worker in workers if worker.info.model == adapter.model]
+    having = sum(adapter.fingerprint in state.adapters.fingerprints for state in states)
+    served = "" if adapter.served else ", not served yet"
+    return f"{adapter.name}: adapter of {adapter.model}, on {having} of {plural(len(states), 'worker')}{served}"
 
 
 def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
