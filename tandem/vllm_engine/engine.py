@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm import SamplingParams as VllmSampling
@@ -18,15 +18,18 @@ from tandem.engine.api import (
     Capability,
     EngineLoad,
     EngineRequest,
+    PromptScores,
     RequestEnd,
     Reservation,
+    ScoredToken,
     StepResult,
     TokenLogprob,
     TokenOut,
     check_adapter,
     needed,
 )
-from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFailed, UnsupportedField
+from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFailed, TandemError, UnsupportedField
+from tandem.grammar.masks import Grammars
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
@@ -35,6 +38,7 @@ from tandem.vllm_engine.adapters import VllmAdapters
 from tandem.vllm_engine.connector import Shared
 from tandem.vllm_engine.executor import RankExecutor
 from tandem.vllm_engine.exports import Export
+from tandem.vllm_engine.grammars import AnswerGrammar, mask_backend
 from tandem.vllm_engine.scheduler import TandemScheduler
 
 COUNT_CACHED_S = 0.05  # how often cached blocks are told from free ones while it computes
@@ -45,20 +49,30 @@ class _Held:
     given: EngineRequest
     has_begun: bool = False  # here: its first tokens are computed, or their KV was imported
     cached_tokens: int | None = None  # to be said with its first token
+    grammar: AnswerGrammar | None = None
 
 
 class VllmEngine:
-    """An `Engine` without a Capability."""
+    """An `Engine` that cannot move answers."""
 
     proposer = ""
     is_collecting = False
-    can: frozenset[Capability] = frozenset()
+    can = frozenset({Capability.GRAMMARS, Capability.PROMPT_LOGPROBS})
 
     def __init__(
-        self, core: EngineCore, shared: Shared, adapters: VllmAdapters, *, vocab_size: int, max_model_tokens: int
+        self,
+        core: EngineCore,
+        shared: Shared,
+        adapters: VllmAdapters,
+        grammars: Grammars,
+        *,
+        vocab_size: int,
+        max_model_tokens: int,
     ) -> None:
         self._core = core
         self._adapters = adapters
+        self._grammars = grammars
+        core.structured_output_manager.backend = mask_backend(vocab_size)
         self._executor: RankExecutor = core.model_executor
         self._scheduler: TandemScheduler = core.scheduler
         self._shared = shared
@@ -73,8 +87,8 @@ class VllmEngine:
     # --- requests
 
     def add(self, request: EngineRequest) -> None:
-        made = self._made(request)
-        self._held[request.request_id] = _Held(request)
+        made, held = self._made(request)
+        self._held[request.request_id] = held
         if request.export_from_block is not None:
             self._shared.exports[request.request_id] = Export(
                 request.request_id, len(request.prompt), request.export_from_block
@@ -82,11 +96,11 @@ class VllmEngine:
         self._core.add_request(made)
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        made = self._made(request)
+        made, held = self._made(replace(request, sampling=replace(request.sampling, prompt_logprobs=None)))
         cached = self._scheduler.reserve(made)
         if cached is None:
             raise KvExhausted("too few KV blocks are free for this prompt: try another worker, or retry")
-        self._held[request.request_id] = _Held(request)
+        self._held[request.request_id] = held
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return Reservation(request.request_id, tuple(blocks), cached // self._block_tokens, cached)
 
@@ -124,7 +138,7 @@ class VllmEngine:
     def release_export(self, request_id: str) -> None:
         self.cancel(request_id)
 
-    def _made(self, request: EngineRequest) -> Request:
+    def _made(self, request: EngineRequest) -> tuple[Request, _Held]:
         self._check(request)
         answer_from = len(request.prompt) - request.answered_tokens
         prompt = list(request.prompt)
@@ -139,8 +153,19 @@ class VllmEngine:
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
         if request.answered_tokens:
             made.append_output_token_ids(prompt[answer_from:])
+        held = _Held(request)
+        if (grammar := request.sampling.grammar) is not None:
+            run = self._grammars.start(
+                grammar,
+                request.hash_key.cache_salt,
+                answer_from=answer_from,
+                ends=request.sampling.stop_token_ids,
+                takes_forced=False,
+            )
+            held.grammar = AnswerGrammar(run, made.all_token_ids)
+            made.structured_output_request = held.grammar.asked(grammar)
         self._is_starved = False
-        return made
+        return made, held
 
     def _check(self, request: EngineRequest) -> None:
         check_adapter(request, self.adapters)
@@ -200,16 +225,19 @@ class VllmEngine:
                 held.has_begun, held.cached_tokens = True, cached
                 began.append(request_id)
         tokens: list[TokenOut] = []
+        scores: list[PromptScores] = []
         ended: list[RequestEnd] = []
         for each in (output for of_client in outputs.values() for output in of_client.outputs):
             if (known := self._held.get(each.request_id)) is not None:
+                if (found := _prompt_scores(each, known.given)) is not None:
+                    scores.append(found)
                 self._take(each, known, tokens, ended)
         if not computed and not ended and self._scheduler.ready and self.preemptions == preempted:
             self._starve(ended)
         self._counts_changed = True
         if time.monotonic() - self._counted_s > COUNT_CACHED_S:
             self._count_cached()
-        return StepResult(tuple(tokens), tuple(ended), work=planned.work, began=tuple(began))
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), planned.work, tuple(began))
 
     def _count_cached(self) -> None:
         if self._counts_changed:
@@ -217,26 +245,40 @@ class VllmEngine:
             self._scheduler.count_cached()
 
     def _take(self, output: EngineCoreOutput, held: _Held, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
+        grammar, is_whole = held.grammar, False
+        if grammar is not None and grammar.failed is not None:
+            self._fail(held, grammar.failed, ended)
+            return
         for place, token in enumerate(output.new_token_ids):
+            is_whole = grammar is not None and grammar.is_whole_after(token)
             cached, held.cached_tokens = held.cached_tokens, None
             logprob, top = _logprobs(output.new_logprobs, place, held.given.sampling.logprobs)
             tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached))
-        if output.finish_reason is None:
-            return
         request_id = held.given.request_id
-        if output.finish_reason not in (VllmReason.STOP, VllmReason.LENGTH):
-            ended.append(RequestEnd(request_id, error=RequestFailed(f"vLLM ended it: {output.finish_reason}")))
-            if held.given.export_from_block is None:  # else its blocks may be read: its role releases them
-                del self._held[request_id]
+        if output.finish_reason is None:
+            if is_whole:
+                self.cancel(request_id)
+                ended.append(RequestEnd(request_id, FinishReason.STOP))
             return
-        reason = FinishReason.STOP if output.finish_reason == VllmReason.STOP else FinishReason.LENGTH
+        if output.finish_reason not in (VllmReason.STOP, VllmReason.LENGTH):
+            self._fail(held, RequestFailed(f"vLLM ended it: {output.finish_reason}"), ended)
+            return
+        stops = is_whole or output.finish_reason == VllmReason.STOP
+        reason = FinishReason.STOP if stops else FinishReason.LENGTH
         if held.given.export_from_block is None:
             del self._held[request_id]
             self._is_starved = False
-        elif not self._ends_with(held.given, output.new_token_ids[-1]):
+        elif not is_whole and not self._ends_with(held.given, output.new_token_ids[-1]):
             ended.append(RequestEnd(request_id))  # an export ends with its first token
             return
         ended.append(RequestEnd(request_id, reason))
+
+    def _fail(self, held: _Held, error: TandemError, ended: list[RequestEnd]) -> None:
+        """The blocks of an export may be read: its role releases them."""
+        request_id = held.given.request_id
+        if held.given.export_from_block is None:
+            self.cancel(request_id)
+        ended.append(RequestEnd(request_id, error=error))
 
     def _starve(self, ended: list[RequestEnd]) -> None:
         """Nothing could be scheduled: requests that wait hold the blocks, or leases do, which will be released."""
@@ -263,6 +305,7 @@ class VllmEngine:
         self._count_cached()
 
     def close(self) -> None:
+        self._grammars.close()
         self._core.shutdown()
 
     # --- state
@@ -321,7 +364,8 @@ def _sampling(request: EngineRequest) -> VllmSampling:
         repetition_penalty=given.repetition_penalty,
         logit_bias=dict(given.logit_bias) or None,
         detokenize=False,
-        skip_reading_prefix_cache=not request.use_prefix_cache,
+        prompt_logprobs=given.prompt_logprobs,
+        skip_reading_prefix_cache=not request.use_prefix_cache or given.prompt_logprobs is not None,
     )
 
 
@@ -332,3 +376,15 @@ def _logprobs(found: Any, place: int, wanted: int | None) -> tuple[float | None,
     ids, values = found.logprob_token_ids[place], found.logprobs[place]
     top = tuple(TokenLogprob(int(ids[at]), float(values[at])) for at in range(1, wanted + 1))
     return float(values[0]), top
+
+
+def _prompt_scores(output: EngineCoreOutput, given: EngineRequest) -> PromptScores | None:
+    """vLLM gives those of the whole prompt once it is computed, from its second token on."""
+    found, wanted = output.new_prompt_logprobs_tensors, given.sampling.prompt_logprobs
+    if found is None or wanted is None:
+        return None
+    tokens = []
+    for place, token in enumerate(given.prompt[1:]):
+        logprob, top = _logprobs(found, place, wanted)
+        tokens.append(ScoredToken(token, logprob or 0.0, top))
+    return PromptScores(given.request_id, 1, tuple(tokens))

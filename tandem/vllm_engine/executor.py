@@ -12,7 +12,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import WorkerLost
-from tandem.vllm_engine.steps import decode, encode
+from tandem.vllm_engine.steps import decode, decode_masks, encode, encode_masks
 
 _BEAT, _STOP = b"beat", b"stop"
 
@@ -27,6 +27,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
     def _init_executor(self) -> None:
         size = self.parallel_config.world_size
         self._group: TpGroup | None = None
+        self._is_constrained = False  # the last step
         if size > 1:
             self._group = TpGroup(self.rendezvous_file, self.index, size, torch.device("cpu"))
         super()._init_executor()
@@ -50,7 +51,14 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         if self._group is not None:
             self._group.send(encode(scheduler_output))
+        self._is_constrained = scheduler_output.has_structured_output_requests
         return super().execute_model(scheduler_output, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """All ranks draw, so all need what may be drawn."""
+        if self._group is not None and self._is_constrained:
+            self._group.send(encode_masks(grammar_output))
+        return super().sample_tokens(grammar_output, non_block)
 
     def beat(self) -> None:
         """Tells the ranks that wait for a step that this one lives."""
@@ -61,11 +69,16 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         """Runs the steps of rank 0 until it stops. Raises WorkerLost without it."""
         if self._group is None:
             return
-        for message in self._group.messages():
+        messages = self._group.messages()
+        for message in messages:
             if message == _STOP:
                 return
-            if message != _BEAT and self.driver_worker.execute_model(decode(message)) is None:
-                self.driver_worker.sample_tokens(None)
+            if message == _BEAT:
+                continue
+            step = decode(message)
+            if self.driver_worker.execute_model(step) is None:
+                masks = decode_masks(next(messages)) if step.has_structured_output_requests else None
+                self.driver_worker.sample_tokens(masks)
 
     def shutdown(self) -> None:
         if self._group is not None:

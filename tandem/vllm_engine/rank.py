@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,8 @@ from tandem.engine.api import KvExporter
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.step_work import WorkShape
 from tandem.errors import ConfigError, TandemError
+from tandem.grammar.compiler import GrammarCompiler
+from tandem.grammar.masks import Grammars
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.vllm_engine.adapters import VllmAdapters
 from tandem.vllm_engine.connector import SHARED, Shared
@@ -87,6 +90,7 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
             core,
             shared,
             VllmAdapters(core, launch.adapters_folder if takes_adapters else None),
+            Grammars(partial(GrammarCompiler.load, model_dir, model.get_vocab_size(), sorted(sizes.eos_token_ids))),
             vocab_size=model.get_vocab_size(),
             max_model_tokens=model.max_model_len,
         )

@@ -141,6 +141,8 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens - count
+            if request.structured_output_request is not None and not request.is_prefill_chunk:
+                request.structured_output_request.grammar.prepare()
             decodes = count == 1 and not request.is_prefill_chunk and start >= request.num_prompt_tokens
             work = work.with_chunk(start, count, decodes=decodes, samples=int(not request.is_prefill_chunk))
         self.planned = Planned(work, {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs})

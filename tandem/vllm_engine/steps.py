@@ -6,9 +6,10 @@ vLLM sends its steps as pickles, which Tandem reads from no socket.
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
 from tandem.errors import InternalError
 from tandem.scheduler.plan import ExportRange
@@ -39,14 +40,21 @@ class _Step(msgspec.Struct, array_like=True):
     finished: set[str]
     preempted: set[str] | None
     exports: tuple[ExportRange, ...]
+    constrained: bool
 
 
-# Empty in every step of a model of text without drafts and constraints.
+class _Masks(msgspec.Struct, array_like=True):
+    """`rows`: of each request, in words of 32 tokens."""
+
+    request_ids: list[str]
+    rows: bytes
+
+
+# Empty in every step of a model of text without drafts.
 NOT_SENT = (
     "scheduled_spec_decode_tokens",
     "scheduled_encoder_inputs",
     "free_encoder_mm_hashes",
-    "has_structured_output_requests",
     "num_invalid_spec_tokens",
     "has_sync_kv_loads",
     "ec_connector_metadata",
@@ -88,6 +96,7 @@ def encode(step: SchedulerOutput) -> bytes:
         step.finished_req_ids,
         step.preempted_req_ids,
         exports.ranges,
+        step.has_structured_output_requests,
     )
     return msgspec.msgpack.encode(wire)
 
@@ -122,4 +131,20 @@ def decode(raw: bytes) -> SchedulerOutput:
     step.total_num_scheduled_tokens = sum(wire.scheduled.values())
     step.finished_req_ids, step.preempted_req_ids = wire.finished, wire.preempted
     step.kv_connector_metadata = StepExports(wire.exports)
+    step.has_structured_output_requests = wire.constrained
     return step
+
+
+def encode_masks(masks: GrammarOutput | None) -> bytes:
+    """What the constrained requests of a step may be answered with."""
+    if masks is None:
+        return msgspec.msgpack.encode(_Masks([], b""))
+    return msgspec.msgpack.encode(_Masks(masks.structured_output_request_ids, masks.grammar_bitmask.tobytes()))
+
+
+def decode_masks(raw: bytes) -> GrammarOutput | None:
+    wire = msgspec.msgpack.decode(raw, type=_Masks)
+    rows = len(wire.request_ids)
+    if not rows:
+        return None
+    return GrammarOutput(wire.request_ids, np.frombuffer(wire.rows, np.int32).reshape(rows, -1).copy(), [0] * rows)

@@ -134,6 +134,7 @@ def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
         "finished_req_ids",
         "preempted_req_ids",
         "kv_connector_metadata",
+        "has_structured_output_requests",
     }
     of_rank_0 = {
         "scheduled_encoder_input_stats",
@@ -185,5 +186,36 @@ def test_a_setting_that_cannot_be_is_refused_by_name(rank: VllmRank, flags: dict
 
     spec = EngineSpec(kind="vllm", block_tokens=32, vllm=flags)
     with pytest.raises(ConfigError, match=said) as refused:
-        engine_config(rank.model_dir, spec, 1, {}, type(rank.executor))
+        engine_config(rank.model_dir, spec, 1, {}, type(rank.executor), takes_adapters=False)
     assert refused.value.field == "engine.vllm"
+
+
+def test_adapters_have_what_is_used(rank: VllmRank) -> None:
+    from vllm.config import LoRAConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    assert list(inspect.signature(LoRARequest).parameters)[:3] == ["lora_name", "lora_int_id", "lora_path"]
+    assert parameters(EngineCore.add_lora) == {"self", "lora_request"}
+    assert parameters(EngineCore.remove_lora) == {"self", "lora_id"}
+    assert {"max_loras", "max_cpu_loras", "max_lora_rank"} <= {each.name for each in dataclasses.fields(LoRAConfig)}
+    assert LoRAConfig().max_lora_rank == EngineSpec().max_adapter_rank
+    assert "self.lora_config.max_loras" in inspect.getsource(Scheduler.schedule)
+
+
+def test_constraints_have_what_is_used(rank: VllmRank) -> None:
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    assert [each.name for each in dataclasses.fields(GrammarOutput)] == [
+        "structured_output_request_ids",
+        "grammar_bitmask",
+        "num_acceptable_drafts",
+    ]
+    assert [each.name for each in dataclasses.fields(StructuredOutputRequest)][:2] == ["params", "_grammar"]
+    assert "structured_output_request is not None" in inspect.getsource(Request.use_structured_output.fget)
+    assert "self.backend.allocate_token_bitmask" in inspect.getsource(StructuredOutputManager.grammar_bitmask)
+    assert isinstance(rank.core.structured_output_manager, StructuredOutputManager)

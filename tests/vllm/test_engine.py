@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tandem.engine.api import EngineRequest, RequestEnd, TokenOut
-from tandem.errors import ContextExceeded, InputError, KvExhausted, UnsupportedField
+from tandem.engine.api import EngineRequest, RequestEnd, ScoredToken, TokenOut
+from tandem.errors import ContextExceeded, InputError, KvExhausted
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.request import FinishReason, SamplingParams
+from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 from tests.vllm.conftest import ENGINE, VOCAB, Exporter
 
@@ -332,8 +334,6 @@ def test_logprobs_are_of_the_models_own_distribution(engine: VllmEngine) -> None
         (made([1], 5, stop_token_ids=frozenset({VOCAB * 2})), InputError, "stop_token_ids"),
         (made([1], 5, answered=1), InputError, "answer_tokens"),
         (made([1] * 512, 5), ContextExceeded, "prompt"),
-        (made([1], 5, grammar='root ::= "a"'), UnsupportedField, None),
-        (made([1], 5, prompt_logprobs=1), UnsupportedField, None),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(
@@ -375,3 +375,39 @@ def test_no_more_is_reserved_than_can_run(engine: VllmEngine) -> None:
         engine.reserve(made([1, 2, 3], 5))
     for each in held:
         engine.cancel(each.request_id)
+
+
+def scores(engine: VllmEngine, request: EngineRequest) -> list[ScoredToken]:
+    engine.add(request)
+    found: list[ScoredToken] = []
+    while engine.has_work:
+        result = engine.step()
+        for part in result.prompt_scores:
+            assert part.start == 1 + len(found)
+            found += part.tokens
+        assert found or not result.tokens, "scores come before the first token"
+    return found
+
+
+def test_prompts_are_scored_as_by_our_own_engine(engine: VllmEngine, rank: VllmRank, tmp_path: Path) -> None:
+    prompt = random_prompt(150, VOCAB, 12)  # several steps
+    own = EngineDriver(single_rank(rank.model_dir, tmp_path / "rendezvous").engine)
+    own.add("own", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2))
+    own.run()
+    answer(engine, made(prompt, 1, salt=b"scored"))  # what is cached is scored as well
+    exported = made(prompt, 5, salt=b"scored", export=0, prompt_logprobs=2)
+    for request in (made(prompt, 5, salt=b"scored", prompt_logprobs=2), exported):
+        found = scores(engine, request)
+        assert [each.token_id for each in found] == prompt[1:]
+        for one, other in zip(found, own.scores["own"], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+            assert [each.token_id for each in one.top] == [each.token_id for each in other.top]
+    engine.release_export(exported.request_id)
+
+
+def test_a_reserved_prompt_is_scored_elsewhere(engine: VllmEngine) -> None:
+    request = made(random_prompt(40, VOCAB, 13), 5, prompt_logprobs=2)
+    engine.reserve(request)
+    engine.join(request.request_id, 7)
+    while engine.has_work:
+        assert not engine.step().prompt_scores
