@@ -17,7 +17,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools bench-vllm check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ clients: $(DEV)  ## Run client libraries, in an environment of their own, agains
 	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/clients.sh $(ARGS)
 
 test-vllm: $(DEV)  ## Run workers whose engine is vLLM, in an environment of their own (ARGS="-k pair")
-	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/vllm.sh $(ARGS)
+	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/vllm.sh test $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hours)
 	TANDEM_SOAK=1 $(PYTEST) -m "soak or soak_only" --timeout=14400 $(ARGS)
@@ -76,6 +76,9 @@ bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; 
 
 bench-pools: $(DEV)  ## Measure live changes of the pools and predictions (ARGS="--cost cost.json", of `tandem profile`)
 	@$(BIN)/python -m benchmarks.pools $(ARGS)
+
+bench-vllm: $(DEV)  ## Measure Tandem with vLLM's engine beside vLLM's own pair (ARGS="--figure handoff")
+	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/vllm.sh bench $(ARGS)
 
 check: $(DEV)  ## Lint, types, import rules, generated files, chart
 	@PYTHON=$(BIN)/python scripts/check.sh
