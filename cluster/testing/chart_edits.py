@@ -80,11 +80,24 @@ AUTOSCALER = (
 OTHER_EDGE = "tls.edge.certManager.enabled=false,tls.edge.existingSecret=a"
 OTHER_REDIS = "redis.mode=external,redis.external.existingSecret=a,ray.gcsFaultTolerance.address=rediss://r:6379"
 
+WITH_ADAPTER = ",".join(
+    _under("cluster.models[0]", "engine.kind=vllm engine.device=cpu engine.block_tokens=32")
+    + _under("cluster.models[0].adapters[0]", "name=a source=/models/a")
+)
+
 LIVE_EDITS = (
     Edit(
         "sizes of pools: `cluster.models[].prefill.workers`, `.decode.workers`",
         _under("cluster.models[0]", "prefill.workers=2 decode.workers=3 prefill.workers=0"),
         CPUS,
+    ),
+    Edit(
+        "`cluster.models[].adapters`, of a model that has some",
+        (
+            *_under("cluster.models[0].adapters[0]", "name=b source=/models/b"),
+            "cluster.models[0].adapters[1].name=b,cluster.models[0].adapters[1].source=/models/b",
+        ),
+        WITH_ADAPTER,
     ),
     Edit("`cluster.autoscaler`", _under("cluster.autoscaler", "enabled=true max_workers=4")),
     Edit("`cluster.log_level`, `cluster.log_levels`", ("cluster.log_level=debug", "cluster.log_levels.worker=error")),

@@ -124,6 +124,12 @@ colons must be written by the YAML writer. */ -}}
 {{- $_ := unset $spec "log_levels" -}}
 {{- $_ := set $spec "router" (pick $spec.router "replicas" "http_host" "http_port" "grpc_host" "grpc_port" "tls") -}}
 {{- range $model := $spec.models -}}
+{{- /* Its workers start with room for adapters if it has any, or if they are told to. */ -}}
+{{- if and $model.adapters (not (dig "engine" "vllm" "enable_lora" false $model)) -}}
+{{- $_ := set $model "adapters" true -}}
+{{- else -}}
+{{- $_ := unset $model "adapters" -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- with get $model $role -}}
 {{- $_ := unset . "workers" -}}
