@@ -37,6 +37,7 @@ MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers o
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted between two turns of the event loop: under 1 ms
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
+SHOWN_MODELS = 10  # by an error
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 
 
@@ -74,7 +75,7 @@ class RouterService:
             for each in adapters
             if each.served and (base := self._bases.get(each.model)) is not None
         }
-        self.models = made | {**self._bases}
+        self.models = {**self._bases, **{name: model for name, model in made.items() if name not in self._bases}}
 
     def models_for(self, call: Call | None) -> Mapping[str, ServingModel]:
         """The models the caller may use. Answers never mention others."""
@@ -91,7 +92,10 @@ class RouterService:
                 return bases[0]
         found = models.get(name)
         if found is None:
-            served = ", ".join(repr(each) for each in models) or "none"
+            names = [repr(each) for each in models]
+            served = ", ".join(names[:SHOWN_MODELS]) or "none"
+            if len(names) > SHOWN_MODELS:
+                served += f" and {len(names) - SHOWN_MODELS} more"
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
@@ -126,7 +130,7 @@ class RouterService:
         model, request = await self._parse(raw, terms, model_required, new_request_id())
         self._check_limits([request], 1, terms)
         stream = self.dispatcher.submit(model, request, terms)
-        self._count_prompts([request], 1, terms)
+        self._count_prompts(model, [request], 1, terms)
         return SubmittedRequest(request, model, stream)
 
     async def submit_all(
@@ -163,7 +167,7 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._count_prompts(requests, choices, terms)
+        self._count_prompts(parsed[0][0], requests, choices, terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(
@@ -221,9 +225,11 @@ class RouterService:
             self.rejected(requests[0].model, error)
             raise
 
-    def _count_prompts(self, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None) -> None:
+    def _count_prompts(
+        self, model: ServingModel, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None
+    ) -> None:
         if terms is not None and terms.call is not None:
-            terms.call.add_prompt(requests[0].model, _computed_tokens(requests, choices))
+            terms.call.add_prompt(model.name, _computed_tokens(requests, choices))
 
     async def tokenize(
         self, model: str, prompt: str | Chat, call: Call | None = None, *, special_tokens: bool = True
@@ -258,8 +264,9 @@ class RouterService:
         return model
 
     def rejected(self, model: str, error: TandemError) -> None:
-        """Counts a request that an edge refused before submission."""
-        self.metrics.rejected(model, error.code)
+        """Counts a request that an edge refused before submission; that of an adapter for its model."""
+        found = self.models.get(model)
+        self.metrics.rejected(model if found is None else found.base, error.code)
 
     def model_ready(self, name: str) -> bool:
         """Of an adapter's name: whether its model is ready."""

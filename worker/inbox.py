@@ -6,6 +6,7 @@ import queue
 from dataclasses import dataclass
 
 from kvtransfer.control import FromAgent
+from tandem.engine.api import AdapterFiles
 from worker.messages import ServiceToLeader
 
 
@@ -36,11 +37,19 @@ class AgentConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterCopied:
+    """`adapter`: the copy. `failure`: why there is none; else empty."""
+
+    adapter: AdapterFiles
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     reason: str
 
 
-LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentStuck | AgentConnected | Stop
+LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentStuck | AgentConnected | AdapterCopied | Stop
 
 
 class Inbox:

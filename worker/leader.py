@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from google.protobuf.message import DecodeError
@@ -19,7 +20,7 @@ from tandem.engine.api import Engine, StepResult
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
-from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
+from worker.inbox import AdapterCopied, AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
 from worker.io_thread import ServiceLink
 from worker.loaded_adapters import LoadedAdapters
 from worker.messages import (
@@ -68,7 +69,8 @@ class Leader:
         self._meters = meters
         self._sent_meters = worker_pb2.WorkerMeters()
         self._peers = SetPeers(())
-        self._adapters = LoadedAdapters(engine, SystemClock())
+        copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._adapters = LoadedAdapters(engine, SystemClock(), copying, inbox.put)
         self._steps = 0
         self._ticked_s = 0.0
         engine.report_layers(self._report_computing)
@@ -77,15 +79,13 @@ class Leader:
         """Runs until a Stop event. Returns its reason."""
         while True:
             collecting_s = self._engine.collect()
-            busy = self._engine.has_work or self._adapters.is_loading
+            busy = self._engine.has_work
             idle_s = IDLE_TICK_S if collecting_s is None else min(IDLE_TICK_S, collecting_s)
             for event in self._inbox.drain() if busy else self._inbox.wait(idle_s):
                 if isinstance(event, Stop):
                     return event.reason
                 self._handle(event)
             self._tick()
-            if self._adapters.load_next():
-                self._report_adapters()
             if collecting_s is not None or self._engine.is_collecting:
                 self._report_collecting()
             self._flush()  # replies must not wait for the step
@@ -118,7 +118,7 @@ class Leader:
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()
-            if self._adapters.drop_old():
+            if self._adapters.tick():
                 self._report_adapters()
             for rank, pid in self._agents.unresponsive():
                 log.error("the transfer agent of rank %d (pid %d) does not answer: killing it", rank, pid)
@@ -170,6 +170,9 @@ class Leader:
                     self._agents.broadcast(change)
             case WantedAdapters(adapters=adapters):
                 self._adapters.want(adapters)
+            case AdapterCopied():
+                if self._adapters.copied(event):
+                    self._report_adapters()
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 first = self._requests.outbox.frame(session)

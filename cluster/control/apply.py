@@ -101,6 +101,16 @@ class SpecApplier:
             except TandemError as error:
                 log.error("a change of routers' settings was not completed: %s", error.message)
 
+    async def resume_adapters(self, spec: ClusterSpec) -> None:
+        """Changes those that an earlier controller served to those of `spec`."""
+        async with self._lock:
+            try:
+                for model, wanted in (await self._adapters.changed(spec)).items():
+                    await self._adapters.change(model, wanted)
+                    self._on_change()
+            except TandemError as error:
+                log.error("the earlier adapters are served: %s", error.message)
+
     async def _apply(self, text: str, dry_run: bool) -> tuple[str, ...]:
         before, after = self.source.spec, self.source.changed_by(text)
         adapters = await self._adapters.changed(after)

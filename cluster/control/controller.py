@@ -152,6 +152,7 @@ class Controller:
             await self._resume(record)
         else:
             self.is_new = True
+            await self.adapters.start(self.spec)
             await self._backend.release_others((), ())
             await self._until_ports_are_free()
             await self._serve_admin(self._asked_address)
@@ -198,7 +199,7 @@ class Controller:
         """The directory is whole before anyone can read it: else routers would drop the workers that it lacks."""
         self.applier.source = SpecSource(record.spec, record.flags)
         self._set_log_levels(record.spec)
-        await self.adapters.resume(record.spec)
+        self.adapters.resume(record.adapters)
         self.scaler.under_way[:] = record.under_way
         self.restart.record = record.restart
         groups = [worker.worker_id for worker in record.workers]
@@ -215,6 +216,9 @@ class Controller:
         self._tasks.append(asyncio.create_task(keep_running("changes under way", self.scaler.resume)))
         settle = partial(self.applier.resume, before)
         self._tasks.append(asyncio.create_task(keep_running("routers' settings", settle)))
+        if record.holder != self._successor.holder:  # another `tandem up`, maybe with another spec
+            change = partial(self.applier.resume_adapters, record.spec)
+            self._tasks.append(asyncio.create_task(keep_running("adapters", change)))
         self.restart.resume()
 
     def _epoch_settings(self, admin_address: str) -> EpochSettings:
@@ -241,6 +245,7 @@ class Controller:
             secrets=self.routers.secrets,
             routers_before=self.routers.before(source.spec),
             joined_routers=self.routers.joined.names,
+            adapters=self.adapters.records(),
         )
 
     async def wait_ready(self, progress: Callable[[str], None], poll_s: float = POLL_S) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Sequence
+from pathlib import Path
 
-from cluster.control.record import WorkerState
+from cluster.control.record import AdapterRecord, WorkerState
 from cluster.control.workers import Workers
 from cluster.spec.resolve import load_adapters
 from tandem.checkpoint.adapter import Adapter
 from tandem.config.model import ModelSpec, Role
 from tandem.config.spec import ClusterSpec
-from tandem.errors import ConfigError, TandemError, UnavailableError
-
-log = logging.getLogger(__name__)
+from tandem.errors import ConfigError, UnavailableError
 
 POLL_S = 0.1
 
@@ -24,23 +23,40 @@ class ModelAdapters:
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
-        for model in workers.models:
-            workers.directory.set_adapters(model.spec.served_name, model.adapters)
 
-    async def resume(self, spec: ClusterSpec) -> None:
-        """Those that the cluster was last asked to have. A model whose files cannot be read any more has none."""
-        for each in spec.models:
-            adapters: tuple[Adapter, ...] = ()
-            try:
-                adapters = await asyncio.to_thread(self._load, each)
-            except TandemError as error:
-                log.error("%s is served without its adapters: %s", each.served_name, error.message)
-            self._workers.directory.set_adapters(each.served_name, adapters)
+    async def start(self, spec: ClusterSpec) -> None:
+        """Those of a new cluster. Raises ConfigError for what cannot be served."""
+        for model, adapters in (await self.changed(spec)).items():
+            self._workers.directory.set_adapters(model, adapters)
+
+    def resume(self, records: Sequence[AdapterRecord]) -> None:
+        """Those that an earlier controller served, whose files may have changed or gone: workers have them."""
+        for model in {each.model for each in records}:
+            served = [
+                Adapter(each.name, Path(each.folder), each.fingerprint, each.rank)
+                for each in records
+                if each.model == model
+            ]
+            self._workers.directory.set_adapters(model, served)
+
+    def records(self) -> tuple[AdapterRecord, ...]:
+        return tuple(
+            AdapterRecord(
+                model=model.spec.served_name,
+                name=each.name,
+                folder=str(each.folder),
+                fingerprint=each.fingerprint,
+                rank=each.rank,
+            )
+            for model in self._workers.models
+            for each in self._workers.directory.adapters(model.spec.served_name)
+        )
 
     async def changed(self, spec: ClusterSpec) -> dict[str, tuple[Adapter, ...]]:
         """The adapters of each model that has others now, by content. Raises ConfigError for what cannot be served."""
         loaded = {each.served_name: await asyncio.to_thread(self._load, each) for each in spec.models}
-        return {model: new for model, new in loaded.items() if new != self._workers.directory.adapters(model)}
+        served = self._workers.directory.adapters
+        return {model: new for model, new in loaded.items() if set(new) != set(served(model))}
 
     def words(self, model: str, wanted: tuple[Adapter, ...]) -> str:
         """What a change to `wanted` does."""
@@ -56,14 +72,20 @@ class ModelAdapters:
 
     async def change(self, model: str, adapters: tuple[Adapter, ...]) -> None:
         """Returns when every ready worker of the model has loaded them and routers serve them, which keep the earlier
-        ones until then. Raises ConfigError if a worker cannot load one, UnavailableError if it takes too long: the
-        earlier ones stay."""
+        ones until then. Raises ConfigError if a worker cannot load one, UnavailableError if it takes too long, or if a
+        worker ends meanwhile: the earlier ones stay."""
         directory = self._workers.directory
         before = directory.adapters(model)
+        ready = self._ready_epochs(model)
+        if adapters and not ready:
+            raise UnavailableError(f"adapters: {model}: expected a ready worker that loads them; try again later")
         directory.set_adapters(model, before, loading=adapters)
         try:
             async with asyncio.timeout(self._timeout_s):
-                while await self._pending(model, adapters):  # noqa: ASYNC110 (workers are asked)
+                while await self._pending(model, adapters) or ready - self._ready_epochs(model):
+                    if lost := ready - self._ready_epochs(model):
+                        names = ", ".join(sorted(worker_id for worker_id, _ in lost))
+                        raise UnavailableError(f"adapters: {model}: {names} ended while loading them", field="adapters")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise UnavailableError(
@@ -74,6 +96,10 @@ class ModelAdapters:
             before = adapters
         finally:
             directory.set_adapters(model, before)
+
+    def _ready_epochs(self, model: str) -> set[tuple[str, int]]:
+        slots = [slot for slot in self._workers.slots.values() if slot.model.spec.served_name == model]
+        return {(slot.worker_id, slot.epoch) for slot in slots if slot.state is WorkerState.READY}
 
     async def pending(self) -> str:
         """Names a ready worker that has not loaded its model's adapters; empty if all have. Raises ConfigError for one

@@ -56,6 +56,16 @@ class RouterRecord(Frozen):
     has_served: bool
 
 
+class AdapterRecord(Frozen):
+    """One that is served, as it was checked when it was applied."""
+
+    model: str
+    name: str
+    folder: str
+    fingerprint: str
+    rank: int
+
+
 class RouterSecrets(Frozen):
     """`controller` grants access to routers' traces, `salt` is of the tenants' cache salts. Routers that join get the
     same from every controller."""
@@ -114,6 +124,7 @@ class ClusterRecord(Frozen):
     secrets: RouterSecrets | None = None  # None: an earlier release wrote it, whose routers have them
     routers_before: ClusterSpec | None = None  # if routers are changing to the settings of `spec`: what they had
     joined_routers: tuple[str, ...] = ()
+    adapters: tuple[AdapterRecord, ...] = ()
 
     def router_secrets(self) -> RouterSecrets | None:
         launches = (router.launch for router in self.routers)

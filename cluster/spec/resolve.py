@@ -58,7 +58,6 @@ class ResolvedModel:
     config: ModelConfig
     fingerprint: str
     formats: Formats
-    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, fingerprint: str) -> ResolvedModel:
@@ -68,7 +67,7 @@ class ResolvedModel:
             raise missing_tokenizer(folder / TOKENIZER_FILE)
         template = ChatTemplate.load(folder)
         formats = formats_of(template, config.architecture, spec.tool_parser, spec.reasoning_parser)
-        return cls(spec, folder, config, fingerprint, formats, load_adapters(spec, config))
+        return cls(spec, folder, config, fingerprint, formats)
 
     @property
     def max_model_tokens(self) -> int:
@@ -145,6 +144,7 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
         if engine.speculation == "draft" and engine.speculation_model is not None:
             _locate(engine.speculation_model, progress, fetch)
     check_handoff(spec, model.config)
+    load_adapters(spec, model.config)
     return model
 
 

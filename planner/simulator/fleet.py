@@ -121,6 +121,9 @@ class SimFleet:
     def serves_adapter(self, model: str, adapter: str) -> bool:
         return False
 
+    def some_have_adapter(self, model: str, adapter: str) -> bool:
+        return False
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(self._by_role[role])
 

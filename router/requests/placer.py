@@ -54,6 +54,10 @@ class FleetView(Protocol):
         """Whether the model's workers are to have it."""
         ...
 
+    def some_have_adapter(self, model: str, adapter: str) -> bool:
+        """Whether a decode worker has it, those included that take no request now."""
+        ...
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]: ...
 
     def answer_tokens(self, model: str) -> int:
@@ -124,7 +128,7 @@ class Placer:
         outcome = self.decide(run)
         if isinstance(outcome, Placement):
             return outcome
-        if (refusal := self._too_long(run) or self._replaced(run) or self._unable(run)) is not None:
+        if (refusal := self._too_long(run) or self._unloaded(run) or self._unable(run)) is not None:
             return refusal
         if run.excluded:  # decode workers that failed or refused it are asked again,
             run.excluded -= self._fleet.ready_ids(run.request.model, Role.DECODE)
@@ -283,11 +287,14 @@ class Placer:
             return KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0)
         return ContextExceeded(f"prompt: {limit}", field="prompt")
 
-    def _replaced(self, run: RequestRun) -> TandemError | None:
-        """An adapter that workers no longer have: while they load it, its requests wait."""
-        request = run.request
-        if not request.adapter or self._fleet.serves_adapter(request.model, request.adapter):
+    def _unloaded(self, run: RequestRun) -> TandemError | None:
+        """An adapter that no decode worker has: a request for it would only hold up those behind it. An answer that has
+        begun waits for one."""
+        model, adapter = run.request.model, run.request.adapter
+        if not adapter or run.answer_tokens or self._fleet.some_have_adapter(model, adapter):
             return None
+        if self._fleet.serves_adapter(model, adapter):
+            return UnavailableError("model: no worker has loaded its adapter yet; retry later", retry_after_s=1.0)
         return UnavailableError("model: its adapter was replaced or removed after the request came: send it again")
 
     def _unable(self, run: RequestRun) -> TandemError | None:

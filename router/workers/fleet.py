@@ -197,6 +197,13 @@ class Fleet:
     def serves_adapter(self, model: str, adapter: str) -> bool:
         return (model, adapter) in self._adapters
 
+    def some_have_adapter(self, model: str, adapter: str) -> bool:
+        return any(
+            worker.listed and worker.role is Role.DECODE and worker.link.info.model == model
+            for worker in self._workers.values()
+            if adapter in worker.link.adapters
+        )
+
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
         return frozenset(worker.key.worker_id for worker in self.ready(model, role))
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError, safe_open
 
+from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.json_fields import JsonFields
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.model import AdapterSpec
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _CHUNK_BYTES = 1 << 20
 _NONE_OF = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "alora_invocation_tokens")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>A|B)\.weight")
-_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\.(?P<name>\w+)")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.(?P<name>self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,45 @@ class Adapter:
     @classmethod
     def load(cls, spec: AdapterSpec, config: ModelConfig) -> Adapter:
         """Raises CheckpointError, naming the adapter, for files that cannot be read or do not fit the model."""
-        folder = Path(spec.source).expanduser().resolve()
         try:
+            folder = _folder(spec.source)
             _check_config(JsonFields.read(folder / CONFIG_FILE))
             rank = _checked_rank(folder / WEIGHTS_FILE, config)
             return cls(spec.name, folder, adapter_fingerprint(folder), rank)
         except CheckpointError as error:
             raise CheckpointError(f"adapters: {spec.name}: {error.message}", field="adapters") from error
+
+
+def copied_adapter(folder: Path, fingerprint: str) -> Path:
+    """A copy of the adapter, named by its content, that stays in the cache of this host and that nobody changes. Raises
+    ConfigError if it has to be made and `folder` has other content, cannot be read, or does not fit on the disk."""
+    kept = cache_dir() / "adapters"
+    target = kept / fingerprint
+    if target.is_dir():
+        return target
+    try:
+        names = (CONFIG_FILE, WEIGHTS_FILE)
+        check_room(kept, f"the adapter in {folder}", sum((folder / name).stat().st_size for name in names))
+        kept.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=kept) as making:
+            made = Path(making) / fingerprint
+            made.mkdir()
+            for name in names:
+                shutil.copyfile(folder / name, made / name)
+            if adapter_fingerprint(made) != fingerprint:
+                raise ConfigError(f"{folder}: its files changed after they were checked: apply the configuration again")
+            made.rename(target)
+    except OSError as error:
+        if not target.is_dir():  # else another worker was faster
+            raise ConfigError(f"{folder}: cannot be copied to {target}: {error.strerror}") from error
+    return target
+
+
+def _folder(source: str) -> Path:
+    try:
+        return Path(source).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"source: expected a folder, got {source!r}: {error}") from error
 
 
 def adapter_fingerprint(folder: Path) -> str:
@@ -86,9 +122,9 @@ def _checked_rank(path: Path, config: ModelConfig) -> int:
         if sides.keys() != {"A", "B"} or sides["A"][0] != sides["B"][1]:
             raise CheckpointError(f"{path}: {module}: expected lora_A and lora_B of one rank, got {sides}")
         rank = max(rank, sides["A"][0])
-        place = _LAYER.fullmatch(module)
-        if place is None or (size := sizes.get(place["name"])) is None:
-            continue  # the engine says whether it has such a module
+        if (place := _LAYER.fullmatch(module)) is None:
+            raise CheckpointError(f"{path}: expected matrices of model.layers.N with {', '.join(sizes)}, got {module}")
+        size = sizes[place["name"]]
         if int(place["layer"]) >= config.layers:
             raise CheckpointError(f"{path}: {module}: expected one of the model's {config.layers} layers")
         if (got := (sides["A"][1], sides["B"][0])) != size:
@@ -115,11 +151,11 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden, feed_forward = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "gate_proj": (hidden, feed_forward),
-        "up_proj": (hidden, feed_forward),
-        "down_proj": (feed_forward, hidden),
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, feed_forward),
+        "mlp.up_proj": (hidden, feed_forward),
+        "mlp.down_proj": (feed_forward, hidden),
     }

@@ -78,11 +78,6 @@ class WorkerLaunch(Frozen):
         return Path(self.run_dir) / f"rank-{rank}.pid"
 
     @property
-    def adapters_folder(self) -> Path:
-        """Copies of adapters, for the ranks of this worker."""
-        return Path(self.run_dir) / "adapters"
-
-    @property
     def rendezvous_file(self) -> Path:
         """The tensor-parallel group's file store."""
         return Path(self.run_dir) / "rendezvous"

@@ -131,6 +131,12 @@ class ModelSpec(Frozen):
                 raise ValueError(
                     f"adapters: expected none with {self.engine_field(role, 'kind')} {kind}: set it to vllm"
                 )
+            given, field = self.engine_of(role).vllm, self.engine_field(role, "vllm")
+            if self.adapters and given.get("enable_lora", True) is not True:
+                raise ValueError(f"{field}.enable_lora: expected true with adapters, got {given['enable_lora']}")
+            for name in ("max_lora_rank", "max_loras", "max_cpu_loras"):
+                if type(given.get(name, 1)) is not int:
+                    raise ValueError(f"{field}.{name}: expected an integer, got {given[name]!r}")
         return self
 
     @model_validator(mode="after")

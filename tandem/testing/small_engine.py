@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
 from tandem.engine.api import (
     AdapterFiles,
     BlockCounts,
@@ -28,7 +30,6 @@ from tandem.request import FinishReason
 
 VOCAB = 97
 BLOCK_TOKENS = 4
-SHIFT_FILE = "shift"  # in an adapter's folder
 
 
 def next_token(kv: Sequence[int], shift: int = 0) -> int:
@@ -42,6 +43,14 @@ def answer_of(prompt: Sequence[int], tokens: int, shift: int = 0) -> list[int]:
     for _ in range(tokens):
         kv.append(next_token(kv, shift))
     return kv[len(prompt) :]
+
+
+def write_shift(folder: Path, shift: int | None) -> AdapterFiles:
+    """Writes an adapter. None: one that cannot be loaded."""
+    folder.mkdir()
+    (folder / CONFIG_FILE).write_text(json.dumps({} if shift is None else {"shift": shift}))
+    (folder / WEIGHTS_FILE).write_text(folder.name)
+    return AdapterFiles(adapter_fingerprint(folder), str(folder))
 
 
 @dataclass(slots=True, eq=False)
@@ -152,9 +161,11 @@ class SmallEngine:
 
     def load_adapter(self, adapter: AdapterFiles) -> None:
         try:
-            self._shifts[adapter.fingerprint] = int((Path(adapter.folder) / SHIFT_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{adapter.folder}: expected an integer in {SHIFT_FILE}: {error}") from error
+            self._shifts[adapter.fingerprint] = int(
+                json.loads((Path(adapter.folder) / CONFIG_FILE).read_text())["shift"]
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{adapter.folder}: expected a number as its shift: {error}") from error
 
     def drop_adapter(self, fingerprint: str) -> bool:
         requests = [*self._waiting, *self._running, *self._leased.values()]

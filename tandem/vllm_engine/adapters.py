@@ -1,30 +1,41 @@
 """The adapters that vLLM has loaded.
 
-vLLM reads an adapter's files again whenever its cache had no room for it, so it gets a copy that nobody changes, and a
-number that no other content ever has.
+vLLM reads an adapter's files again whenever its cache had no room for it, and takes a number it knows for what it has:
+so it gets files that nobody changes, and a number that no other content ever has.
 """
 
 from __future__ import annotations
 
-import shutil
 from itertools import count
-from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from tandem.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
 from tandem.engine.api import AdapterFiles
 from tandem.errors import ConfigError
 from tandem.vllm_engine.settings import first_line
 
 
-class VllmAdapters:
-    """`folder`: for the copies, of this worker alone; its ranks read them too. None: vLLM runs without adapters."""
+def answer_without_adapter() -> None:
+    """On CPUs, vLLM 0.32 takes -1, which says that a token has no adapter, as the place of the last one: beside others,
+    the base model would answer with that one's weights. Runs on each rank, before it computes anything."""
+    shrink: Any = lora_ops.bgmv_shrink
 
-    def __init__(self, core: EngineCore, folder: Path | None) -> None:
+    def shrink_some(inputs: Tensor, weights: Tensor, output: Tensor, places: Tensor, scaling: float = 1.0) -> None:
+        shrink(inputs, weights, output, places, scaling)
+        output[places < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_some
+
+
+class VllmAdapters:
+    def __init__(self, core: EngineCore, *, is_enabled: bool) -> None:
         self._core = core
-        self._folder = folder
+        self._is_enabled = is_enabled
         self._numbers = count(1)
         self._loaded: dict[str, LoRARequest] = {}
         self.fingerprints: frozenset[str] = frozenset()
@@ -35,17 +46,13 @@ class VllmAdapters:
 
     def load(self, adapter: AdapterFiles) -> None:
         """Raises ConfigError."""
-        if self._folder is None:
+        if not self._is_enabled:
             raise ConfigError("adapters: expected none: this worker started without engine.vllm.enable_lora")
-        copy = self._folder / adapter.fingerprint
+        made = LoRARequest(adapter.fingerprint, next(self._numbers), adapter.folder)
         try:
-            self._copy(Path(adapter.folder), copy, adapter.fingerprint)
-            made = LoRARequest(adapter.fingerprint, next(self._numbers), str(copy))
             self._core.add_lora(made)
         except Exception as error:
-            shutil.rmtree(copy, ignore_errors=True)
-            if isinstance(error, ConfigError):
-                raise
+            self._core.remove_lora(made.lora_int_id)  # what it had begun
             raise ConfigError(f"{adapter.folder}: vLLM cannot load it: {first_line(error)}") from error
         self._loaded[adapter.fingerprint] = made
         self.fingerprints = frozenset(self._loaded)
@@ -55,12 +62,3 @@ class VllmAdapters:
         if (gone := self._loaded.pop(fingerprint, None)) is not None:
             self.fingerprints = frozenset(self._loaded)
             self._core.remove_lora(gone.lora_int_id)
-            shutil.rmtree(gone.lora_path, ignore_errors=True)
-
-    @staticmethod
-    def _copy(source: Path, target: Path, fingerprint: str) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            shutil.copyfile(source / name, target / name)
-        if adapter_fingerprint(target) != fingerprint:
-            raise ConfigError(f"{source}: its files changed after they were checked: apply the configuration again")

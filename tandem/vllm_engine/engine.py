@@ -277,7 +277,9 @@ class VllmEngine:
         """The blocks of an export may be read: its role releases them."""
         request_id = held.given.request_id
         if held.given.export_from_block is None:
-            self.cancel(request_id)
+            del self._held[request_id]
+            if request_id in self._scheduler.requests:  # else it has ended with this step
+                self._scheduler.cancel(request_id)
         ended.append(RequestEnd(request_id, error=error))
 
     def _starve(self, ended: list[RequestEnd]) -> None:

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.masks import Grammars
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
-from tandem.vllm_engine.adapters import VllmAdapters
+from tandem.vllm_engine.adapters import VllmAdapters, answer_without_adapter
 from tandem.vllm_engine.connector import SHARED, Shared
 from tandem.vllm_engine.engine import VllmEngine
 from tandem.vllm_engine.executor import RankExecutor, executor_of
@@ -69,6 +69,8 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
     name = f"vllm-{launch.worker_id}-{launch.epoch:x}"
     make_executor = executor_of(launch.rendezvous_file, index, name)
     takes_adapters = launch.model.takes_adapters(launch.role)
+    if takes_adapters:
+        answer_without_adapter()
     config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor, takes_adapters=takes_adapters)
     model = config.model_config
     try:
@@ -89,7 +91,7 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
         leader = VllmEngine(
             core,
             shared,
-            VllmAdapters(core, launch.adapters_folder if takes_adapters else None),
+            VllmAdapters(core, is_enabled=takes_adapters),
             Grammars(partial(GrammarCompiler.load, model_dir, model.get_vocab_size(), sorted(sizes.eos_token_ids))),
             vocab_size=model.get_vocab_size(),
             max_model_tokens=model.max_model_len,

@@ -76,6 +76,7 @@ _REASONS = {
         "runner",
         "skip_tokenizer_init",
     ),
+    "an adapter says which modules it has": ("lora_target_modules",),
     "the checkpoint's fingerprint does not cover it": (
         "hf_config_path",
         "model_weights",

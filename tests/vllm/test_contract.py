@@ -204,6 +204,19 @@ def test_adapters_have_what_is_used(rank: VllmRank) -> None:
     assert "self.lora_config.max_loras" in inspect.getsource(Scheduler.schedule)
 
 
+def test_a_token_without_an_adapter_still_needs_help_on_cpus() -> None:
+    """If this fails, vLLM helps itself: `answer_without_adapter` can go."""
+    import torch
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    output = torch.zeros(2, 1)
+    lora_ops.bgmv_shrink(torch.ones(2, 3), torch.ones(2, 1, 3), output, torch.tensor([0, -1]))
+    assert output.tolist() == [[3.0], [3.0]]
+    assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink
+    assert "bgmv_shrink(" in inspect.getsource(lora_ops.sgmv_shrink)
+
+
 def test_constraints_have_what_is_used(rank: VllmRank) -> None:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.request import Request

@@ -265,6 +265,10 @@ def _adapter_line(adapter: cluster_pb2.ModelAdapter, workers: Iterable[cluster_p
     states = [worker.live for worker in workers if worker.info.model == adapter.model]
     having = sum(adapter.fingerprint in state.adapters.fingerprints for state in states)
     served = "" if adapter.served else ", not served yet"
+    failed = {
+        state.failed_adapters[adapter.fingerprint] for state in states if adapter.fingerprint in state.failed_adapters
+    }
+    served += f": {'; '.join(sorted(failed))}" if failed else ""
     return f"{adapter.name}: adapter of {adapter.model}, on {having} of {plural(len(states), 'worker')}{served}"
 
 

@@ -28,8 +28,9 @@ class GrpcClient:
             response = await self._stub.ListModels(inference_pb2.ListModelsRequest(), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        bases = [card for card in response.models if not card.parent]
         for card in response.models:
-            if card.name == self._model or (not self._model and len(response.models) == 1):
+            if card.name == self._model or (not self._model and bases == [card]):
                 return card.vocab_tokens
         names = ", ".join(card.name for card in response.models)
         raise ModelNotFound(f"--model: expected one of {names}, got {self._model!r}", field="--model")

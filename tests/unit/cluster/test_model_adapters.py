@@ -11,7 +11,7 @@ import pytest
 
 from cluster.control.directory import Directory
 from cluster.control.model_adapters import ModelAdapters
-from cluster.control.record import WorkerState
+from cluster.control.record import AdapterRecord, WorkerState
 from cluster.spec.resolve import ResolvedModel
 from router.testing.stub_worker import until
 from tandem.config.model import ModelSpec
@@ -31,8 +31,8 @@ class OneWorker:
         self.models = (model,)
         self.directory = Directory()
         self.state_now = worker_pb2.WorkerState()
-        slot = SimpleNamespace(worker_id="decode-0", model=model, state=WorkerState.READY)
-        self.slots = {"decode-0": slot}
+        self.slot = SimpleNamespace(worker_id="decode-0", model=model, state=WorkerState.READY, epoch=1)
+        self.slots = {"decode-0": self.slot}
 
     def model(self, name: str) -> ResolvedModel:
         return self.models[0]
@@ -78,8 +78,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+async def site(tmp_path: Path) -> Site:
+    """It serves `sql`."""
+    site = Site(tmp_path)
+    await site.adapters.start(site.spec("sql"))
+    return site
 
 
 async def test_workers_load_an_adapter_before_routers_serve_it(site: Site) -> None:
@@ -152,15 +155,46 @@ async def test_workers_that_started_without_room_for_adapters_take_none(site: Si
     assert list(await ModelAdapters(cast(Any, ready), 5.0).changed(site.spec("sql"))) == ["tiny"]
 
 
-async def test_a_controller_that_takes_over_serves_what_was_last_asked_for(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-    await site.adapters.resume(site.spec("chat"))
-    assert site.workers.served() == ["chat"]
+async def test_a_controller_that_takes_over_serves_what_was_served_whatever_became_of_its_files(site: Site) -> None:
+    applying = asyncio.create_task(site.apply("sql", "chat"))
+    await until(lambda: len(site.workers.directory.listed_adapters()) == 2)
+    site.workers.loads()
+    await applying
+    before, records = site.workers.directory.adapters("tiny"), site.adapters.records()
     (site.folder / "chat" / "adapter_model.safetensors").unlink()
-    await site.adapters.resume(site.spec("chat"))
-    assert site.workers.served() == []
-    assert "tiny is served without its adapters" in caplog.text
+    site.write("sql", 8)
+    next_workers = OneWorker(site.workers.models[0])
+    following = ModelAdapters(cast(Any, next_workers), 5.0)
+    following.resume([AdapterRecord.model_validate_json(each.model_dump_json()) for each in records])
+    assert next_workers.directory.adapters("tiny") == before
+    with pytest.raises(CheckpointError, match=r"adapters: chat: .*expected this file"):
+        await following.changed(site.spec("sql", "chat"))
+
+
+async def test_the_order_of_adapters_is_no_change(site: Site) -> None:
+    applying = asyncio.create_task(site.apply("sql", "chat"))
+    await until(lambda: len(site.workers.directory.listed_adapters()) == 2)
+    site.workers.loads()
+    await applying
+    assert await site.apply("chat", "sql") == []
+
+
+@pytest.mark.parametrize("change", [{"epoch": 2}, {"state": WorkerState.RESTARTING}])
+async def test_a_worker_that_ends_while_it_loads_changes_nothing(site: Site, change: dict[str, Any]) -> None:
+    applying = asyncio.create_task(site.apply("chat"))
+    await until(lambda: len(site.workers.directory.listed_adapters()) == 2)
+    for name, value in change.items():
+        setattr(site.workers.slot, name, value)
+    with pytest.raises(UnavailableError, match="tiny: decode-0 ended while loading them"):
+        await applying
+    assert site.workers.served() == ["sql"]
+
+
+async def test_without_a_ready_worker_nothing_is_added(site: Site) -> None:
+    site.workers.slot.state = WorkerState.RESTARTING
+    with pytest.raises(UnavailableError, match="tiny: expected a ready worker that loads them"):
+        await site.apply("chat")
+    assert site.workers.served() == ["sql"]
 
 
 async def test_followers_of_the_directory_get_adapters_with_every_change(site: Site) -> None:

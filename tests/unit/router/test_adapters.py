@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import openai
 import pytest
 
+from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.errors import ErrorCode
 from tandem.kvcache.blockhash import HashKey, hash_blocks
@@ -45,14 +46,27 @@ def test_a_request_goes_to_workers_that_have_its_adapter() -> None:
     cluster.check_settled()
 
 
-def test_a_request_waits_while_its_adapter_is_loaded() -> None:
+def test_a_request_whose_adapter_no_worker_has_holds_up_no_other() -> None:
     cluster = CoreCluster("p0", "d0")
     cluster.fleet.set_adapters(listed(sql=SQL))
+    asked, behind = cluster.ask(adapter=SQL), cluster.ask()
+    cluster.run()
+    assert asked.error.code is ErrorCode.UNAVAILABLE
+    assert asked.error.message == "model: no worker has loaded its adapter yet; retry later"
+    assert behind.tokens == [70, 71, 72, 73]
+    cluster.check_settled()
+
+
+def test_a_request_waits_for_the_worker_with_its_adapter_while_that_one_takes_none() -> None:
+    cluster = CoreCluster("p0", "d0", "d1")
+    for name in ("p0", "d0"):
+        loaded(cluster.worker(name), SQL)  # replaced, and still there
+    having = cluster.worker("d0").worker
+    having.drain = cluster_pb2.DRAIN_FINISH
     asked = cluster.ask(adapter=SQL)
     cluster.run(1.0)
     assert asked.end is None
-    for name in ("p0", "d0"):
-        loaded(cluster.worker(name), SQL)
+    having.drain = cluster_pb2.DRAIN_NONE
     cluster.pump()
     cluster.run()
     assert asked.tokens == [70, 71, 72, 73]
@@ -143,9 +157,21 @@ async def test_adapters_come_go_and_are_replaced_while_the_router_serves(bare: C
 
 async def test_blocks_of_two_adapters_are_two(bare: Cluster) -> None:
     await serve(bare, listed(sql=SQL))
-    base, sql = (bare.app.service.models[name] for name in (MODEL, "sql"))
-    assert sql.tokenizer is base.tokenizer
-    assert hash_blocks(PROMPT, 16, HashKey("f", SQL)) != hash_blocks(PROMPT, 16, HashKey("f"))
+    service = bare.app.service
+    base, sql = [
+        await service.models[name].parse(RawRequest(name, tuple(PROMPT), RawSampling()), service.threads)
+        for name in (MODEL, "sql")
+    ]
+    assert [*base.block_hashes] == hash_blocks(PROMPT, 16, HashKey("f"))
+    assert [*sql.block_hashes] == hash_blocks(PROMPT, 16, HashKey("f", SQL))
+    assert not {*base.block_hashes} & {*sql.block_hashes}
+
+
+async def test_models_come_before_their_adapters_and_errors_name_few(bare: Cluster) -> None:
+    await serve(bare, listed(**{f"a{number}": SQL for number in range(20)}))
+    assert next(iter(bare.app.service.models)) == MODEL
+    with pytest.raises(openai.NotFoundError, match=r"'a8' and 11 more, got 'none'"):
+        await bare.openai.completions.create(model="none", prompt=PROMPT)
 
 
 async def test_without_a_name_the_model_itself_answers(bare: Cluster) -> None:

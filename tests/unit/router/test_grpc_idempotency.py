@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -188,6 +189,12 @@ async def test_the_router_ends_keyed_requests_when_it_stops(cluster: Cluster) ->
     await closing
 
 
+async def unsent(asked: oip.ModelInferRequest) -> AsyncIterator[oip.ModelInferRequest]:
+    """gRPC's client names a refusal that comes while it writes an internal error."""
+    await asyncio.Event().wait()
+    yield asked
+
+
 async def test_model_infer_takes_a_key_and_model_stream_infer_refuses_it(cluster: Cluster) -> None:
     cluster.says("Once only.")
     tensor = oip.ModelInferRequest.InferInputTensor(
@@ -199,7 +206,7 @@ async def test_model_infer_takes_a_key_and_model_stream_infer_refuses_it(cluster
     assert prefills(cluster) == 1
     assert outcomes(cluster) == {"run": 1, "replayed": 1}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        [each async for each in stub.ModelStreamInfer(iter([asked]), metadata=((KEY, "k"),))]
+        [each async for each in stub.ModelStreamInfer(unsent(asked), metadata=((KEY, "k"),))]
     assert error_from_rpc(refused.value).field == KEY
 
 

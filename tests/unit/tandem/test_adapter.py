@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from cluster.spec.resolve import load_adapters
-from tandem.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_fingerprint
+from tandem.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_fingerprint, copied_adapter
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.model import AdapterSpec, ModelSpec, Role
 from tandem.config.spec import ClusterSpec
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.testing.adapters import write_adapter
 from tandem.testing.models import write_tiny_llama
 
@@ -87,6 +88,18 @@ MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{MODULE}.lora_A.weight": (4, 64), f"{MODULE}.lora_B.weight": (64, 5)}, "of one rank"),
         ({f"{MODULE}.weight": (64, 64)}, "expected matrices named"),
         ({f"{MODULE}.lora_A.weight": (4,)}, "expected matrices named"),
+        *(
+            (
+                {f"base_model.model.{name}.lora_A.weight": (4, 64), f"base_model.model.{name}.lora_B.weight": (64, 4)},
+                f"expected matrices of model.layers.N with .*, got {name}",
+            )
+            for name in (
+                "lm_head",
+                "model.layers.0.mlp.q_proj",
+                "transformer.h.0.q_proj",
+                "model.layers.x.self_attn.q_proj",
+            )
+        ),
         ({}, "expected matrices of at least one module"),
     ],
 )
@@ -146,3 +159,51 @@ def test_names_of_models_and_adapters_differ(model: Path, names: tuple[str, ...]
     adapters = [{"name": name, "source": "x"} for name in names]
     with pytest.raises(ValidationError, match="expected different names of models and adapters"):
         ClusterSpec.model_validate({"models": [{"source": str(model), "engine": ENGINE, "adapters": adapters}]})
+
+
+@pytest.mark.parametrize(
+    ("vllm", "said"),
+    [
+        ({"enable_lora": False}, "engine.vllm.enable_lora: expected true with adapters, got False"),
+        ({"max_loras": "8"}, "engine.vllm.max_loras: expected an integer, got '8'"),
+        ({"max_lora_rank": True}, "engine.vllm.max_lora_rank: expected an integer, got True"),
+    ],
+)
+def test_settings_that_leave_no_room_for_adapters_are_refused(model: Path, vllm: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        spec_of(model, Path("/sql"), vllm=vllm)
+
+
+@pytest.mark.parametrize("source", ["~nobody-has-this-name/sql", "a\0b"])
+def test_a_source_that_is_no_path_is_named(model: Path, source: str) -> None:
+    with pytest.raises(CheckpointError, match="adapters: sql: "):
+        Adapter.load(AdapterSpec(name="sql", source=source), ModelConfig.load(model))
+
+
+class TestCopies:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "adapters"
+
+    def test_a_copy_outlives_its_source(self, tmp_path: Path, model: Path, cache: Path) -> None:
+        folder = write_adapter(tmp_path / "a", model)
+        fingerprint = adapter_fingerprint(folder)
+        copy = copied_adapter(folder, fingerprint)
+        write_adapter(folder, model, seed=9)
+        assert copied_adapter(folder, fingerprint) == copy == cache / fingerprint
+        assert adapter_fingerprint(copy) == fingerprint
+        shutil.rmtree(folder)
+        assert copied_adapter(folder, fingerprint) == copy
+        assert [each.name for each in cache.iterdir()] == [fingerprint]
+
+    def test_other_content_is_no_copy(self, tmp_path: Path, model: Path, cache: Path) -> None:
+        folder = write_adapter(tmp_path / "a", model)
+        fingerprint = adapter_fingerprint(folder)
+        write_adapter(folder, model, seed=9)
+        with pytest.raises(ConfigError, match="its files changed after they were checked"):
+            copied_adapter(folder, fingerprint)
+        shutil.rmtree(folder)
+        with pytest.raises(ConfigError, match="cannot be copied to"):
+            copied_adapter(folder, fingerprint)
+        assert not [*cache.iterdir()]

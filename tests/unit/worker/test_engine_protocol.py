@@ -26,9 +26,9 @@ from kvtransfer.control import (
     Sent,
 )
 from tandem.clock import SystemClock
-from tandem.engine.api import AdapterFiles, Engine, ExportRange, StepResult
+from tandem.engine.api import Engine, ExportRange, StepResult
 from tandem.engine.step_work import WorkShape
-from tandem.testing.small_engine import BLOCK_TOKENS, SHIFT_FILE, SmallEngine, answer_of
+from tandem.testing.small_engine import BLOCK_TOKENS, SmallEngine, answer_of, write_shift
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from worker.agents import Agents
 from worker.inbox import AgentMessage, Inbox, Stop
@@ -230,20 +230,20 @@ def test_a_cancelled_reservation_frees_its_blocks_once_no_agent_writes_to_them(w
     assert ended.error.code == "cancelled"
 
 
-def adapter(folder: Path, shift: int | str) -> AdapterFiles:
-    folder.mkdir()
-    (folder / SHIFT_FILE).write_text(str(shift))
-    return AdapterFiles(f"of {folder.name}", str(folder))
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of copies."""
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
 
 
 def test_a_worker_answers_with_the_adapters_that_the_directory_has(
     workers: tuple[Worker, Worker], tmp_path: Path
 ) -> None:
     _, decode = workers
-    one, two = adapter(tmp_path / "one", 11), adapter(tmp_path / "two", 30)
+    one, two = write_shift(tmp_path / "one", 11), write_shift(tmp_path / "two", 30)
     decode.inbox.put(WantedAdapters((one, two)))
     told = (frame.adapters for frame in decode.frames() if frame.HasField("adapters"))
-    next(each for each in told if list(each.fingerprints) == ["of one", "of two"])
+    next(each for each in told if len(each.fingerprints) == 2)
     for files, shift in ((one, 11), (two, 30)):
         asked = work(files.fingerprint, 9)
         asked.adapter = files.fingerprint
@@ -265,12 +265,12 @@ def test_an_adapter_that_cannot_be_loaded_is_named_in_the_workers_state(
     workers: tuple[Worker, Worker], tmp_path: Path
 ) -> None:
     _, decode = workers
-    broken, good = adapter(tmp_path / "broken", "eleven"), adapter(tmp_path / "good", 5)
+    broken, good = write_shift(tmp_path / "broken", None), write_shift(tmp_path / "good", 5)
     decode.inbox.put(WantedAdapters((broken, good)))
     told = (frame.adapters for frame in decode.frames() if frame.HasField("adapters"))
-    next(each for each in told if list(each.fingerprints) == ["of good"])
+    next(each for each in told if list(each.fingerprints) == [good.fingerprint])
     decode.inbox.put(StateQuery(1))
     state = worker_pb2.WorkerState.FromString(decode.service.states.get(timeout=TIMEOUT_S))
-    assert list(state.adapters.fingerprints) == ["of good"]
-    assert list(state.failed_adapters) == ["of broken"]
-    assert "expected an integer in shift" in state.failed_adapters["of broken"]
+    assert list(state.adapters.fingerprints) == [good.fingerprint]
+    assert list(state.failed_adapters) == [broken.fingerprint]
+    assert "expected a number as its shift" in state.failed_adapters[broken.fingerprint]
