@@ -19,7 +19,7 @@ SQL, CHAT = "a" * 32, "b" * 32  # fingerprints
 PROMPT = [70] * 40
 
 
-def listed(served: bool = True, **names: str) -> list[cluster_pb2.ModelAdapter]:
+def listed(*, served: bool = True, **names: str) -> list[cluster_pb2.ModelAdapter]:
     return [
         cluster_pb2.ModelAdapter(model=MODEL, name=name, fingerprint=fingerprint, served=served)
         for name, fingerprint in names.items()
@@ -168,7 +168,7 @@ async def test_blocks_of_two_adapters_are_two(bare: Cluster) -> None:
 
 
 async def test_models_come_before_their_adapters_and_errors_name_few(bare: Cluster) -> None:
-    await serve(bare, listed(**{f"a{number}": SQL for number in range(20)}))
+    await serve(bare, [each for number in range(20) for each in listed(served=True, **{f"a{number}": SQL})])
     assert next(iter(bare.app.service.models)) == MODEL
     with pytest.raises(openai.NotFoundError, match=r"'a8' and 11 more, got 'none'"):
         await bare.openai.completions.create(model="none", prompt=PROMPT)

@@ -45,8 +45,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield Site(tmp_path, copying)
 
 
-def names(*adapters: AdapterFiles) -> set[str]:
-    return {each.fingerprint for each in adapters}
+def names(*adapters: AdapterFiles) -> frozenset[str]:
+    return frozenset(each.fingerprint for each in adapters)
 
 
 def test_what_is_loaded_or_being_copied_is_not_copied_again(site: Site) -> None:
@@ -61,7 +61,7 @@ def test_what_is_loaded_or_being_copied_is_not_copied_again(site: Site) -> None:
 def test_a_copy_that_is_wanted_no_more_is_not_loaded(site: Site) -> None:
     site.loaded.want((site.one,))
     site.loaded.want(())
-    assert (site.take(1), site.engine.adapters) == (0, set())
+    assert (site.take(1), site.engine.adapters) == (0, frozenset())
 
 
 def test_what_was_copied_once_needs_its_source_no_more(site: Site) -> None:
