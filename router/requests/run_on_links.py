@@ -67,7 +67,7 @@ class RunOnLinks:
                 if not link.ready or (is_new and not link.takes_grammars):
                     return None
                 link.attach(frame.wire_id, self)
-            link.send(self._message(frame))
+            link.send(frame.wire_id, self._message(frame))
         return link.sent_frames
 
     def _leave(self, link: WorkerLink, frame: act.Leave) -> None:

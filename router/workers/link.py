@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
 from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
+from router.workers.frame_queue import FrameQueue
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
 from tandem.engine.api import Capability
@@ -27,14 +27,13 @@ from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import ProtocolRange, common_version, stated_versions
 from tandem.v1 import cluster_pb2, worker_pb2
-from tandem.v1.worker_pb2_grpc import WorkerStub
 from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS
 
 log = logging.getLogger(__name__)
 
+SESSION = "/tandem.v1.Worker/Session"
 HELLO_TIMEOUT_S = 3.0  # plus the longest backoff: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
-MAX_MESSAGE_BYTES = 1 << 20  # of batched frames; gRPC's limit is 4 MiB
 MAX_BACKOFF_S = 1.0
 LATE_REPORT_S = 5.0  # how long an ended request waits for the report on its handoff
 
@@ -103,8 +102,8 @@ class WorkerLink:
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.adapters: frozenset[str] = frozenset()
         self.ready = False
-        self.sent_frames = 0  # of this session, hello not counted
-        self.seen_frames = 0  # of them, those that the worker's last report includes
+        self.sent_frames = 0  # of this session, waiting ones too, hello not counted
+        self.seen_frames = 0  # of them, the first that the worker's last report includes
         self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
@@ -113,9 +112,8 @@ class WorkerLink:
         self._offset = ClockOffset()
         self._late: dict[str, RequestSink] = {}  # detached, awaiting a report
         self._stalled: list[RequestSink] = []  # taken off since the last progress
-        self._outbox: deque[worker_pb2.RouterFrame] = deque()
-        self._takes_batches = False  # several frames per message; older workers do not support it
-        self.takes_grammars = False  # likewise; and `min_tokens`
+        self._outbox = FrameQueue(takes_batches=False)
+        self.takes_grammars = False  # older workers do not support them; nor `min_tokens`
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -153,15 +151,14 @@ class WorkerLink:
             self._late[wire_id] = sink
             asyncio.get_running_loop().call_later(LATE_REPORT_S, self._late.pop, wire_id, None)
 
-    def send(self, frame: worker_pb2.RouterFrame) -> None:
-        """Queues a frame. Drops it if the link is lost: `on_lost` was called already."""
+    def send(self, wire_id: str, frame: worker_pb2.RouterFrame) -> None:
+        """Queues a frame of a request. Drops it if the link is lost: `on_lost` was called already."""
         if self.ready:
-            self._outbox.append(frame)
-            self.sent_frames += 1
+            self.sent_frames = self._outbox.add(wire_id, frame.SerializeToString())
             self._wake.set()
 
     def cancel(self, wire_id: str) -> None:
-        self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
+        self.send(wire_id, worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
 
     def fail_requests(self, reason: str) -> int:
         """Takes every request off a worker that is connected but stuck, as if the worker were lost. Requests stay that
@@ -220,7 +217,10 @@ class WorkerLink:
         self._lost(error.message)
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
-        call = WorkerStub(channel).Session()
+        session: grpc.aio.StreamStreamMultiCallable[bytes, worker_pb2.WorkerFrame] = channel.stream_stream(
+            SESSION, response_deserializer=worker_pb2.WorkerFrame.FromString
+        )
+        call = session()
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = worker_pb2.RouterHello(
@@ -228,13 +228,13 @@ class WorkerLink:
                     protocol=self._common_version(self.info),
                     oldest_protocol=VERSIONS.oldest_protocol,
                 )
-                await call.write(worker_pb2.RouterFrame(hello=hello))
+                await call.write(worker_pb2.RouterFrame(hello=hello).SerializeToString())
                 first = await call.read()
             if not isinstance(first, worker_pb2.WorkerFrame):
                 # The stream ended: the status holds the worker's reason.
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
-            self._takes_batches = first.hello.takes_more
+            self._outbox = FrameQueue(takes_batches=first.hello.takes_more)
             self.takes_grammars = first.hello.protocol >= GRAMMAR_SINCE
             self.sent_frames = self.seen_frames = 0
             self.ready = True
@@ -252,7 +252,7 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, worker_pb2.WorkerFrame]) -> None:
         while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
             self._deliver(frame)
         raise _LinkBroken(await call.details() or "the worker ended the stream")
@@ -270,24 +270,15 @@ class WorkerLink:
         names = (f"router {self._router_id}", self.key.worker_id)
         return common_version(VERSIONS, stated_versions(worker, BEFORE_RANGES), names)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, worker_pb2.WorkerFrame]) -> None:
         try:
             while True:
                 while self._outbox:
-                    await call.write(self._next_message())
+                    await call.write(self._outbox.next_message())
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader reports why the stream ended
-
-    def _next_message(self) -> worker_pb2.RouterFrame:
-        """Batches the queued frames into one message: a message costs as much CPU as the placement it carries."""
-        message, outbox = self._outbox.popleft(), self._outbox
-        if outbox and self._takes_batches:
-            room_bytes = MAX_MESSAGE_BYTES - message.ByteSize()
-            while outbox and (room_bytes := room_bytes - outbox[0].ByteSize()) >= 0:
-                message.more.append(outbox.popleft())
-        return message
 
     def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
         sinks = self._sinks
@@ -314,7 +305,7 @@ class WorkerLink:
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
-        self.seen_frames = max(self.seen_frames, frame.frames_seen)
+        self.seen_frames = max(self.seen_frames, self._outbox.seen(frame.frames_seen))
         if frame.HasField("reach"):
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)
@@ -350,7 +341,7 @@ class WorkerLink:
         self.reaches = None
         self.adapters = frozenset()
         self.progress = Progress()
-        self._outbox.clear()
+        self._outbox = FrameQueue(takes_batches=False)
         self._late.clear()
         self._end_stall(died=kind is WorkerDied)
         self._report_lost(reason, kind)

@@ -12,7 +12,7 @@ from router.testing.stub_worker import StubWorker, until
 from router.workers.link import WorkerLink
 from tandem.config.model import Role
 from tandem.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
-from tandem.v1 import cluster_pb2, worker_pb2
+from tandem.v1 import cluster_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub
 
 
@@ -48,7 +48,7 @@ async def test_a_link_and_a_directory_stream_outlive_a_minute_of_silence() -> No
         assert not stream.done()
         stream.cancel()
     assert listener.changes == 1
-    link.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id="x")))
+    link.cancel("x")
     await until(lambda: "x" in worker.cancelled)
     await link.close()
     await worker.kill()

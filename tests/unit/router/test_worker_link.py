@@ -1,4 +1,5 @@
-"""How a router's frames go to a worker: what waits goes in one message, where the worker takes it so."""
+"""How a router's frames go to a worker: what waits goes in one message, where the worker takes it so, and small frames
+before large ones."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.testing.stub_worker import StubWorker, until
-from router.workers.link import MAX_MESSAGE_BYTES, WorkerLink
+from router.workers.frame_queue import FrameQueue
+from router.workers.link import WorkerLink
 from tandem.config.model import Role
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
@@ -41,30 +43,25 @@ async def linked(*, takes_more: bool) -> AsyncIterator[tuple[StubWorker, WorkerL
         await worker.kill()
 
 
-def cancel(request_id: str) -> worker_pb2.RouterFrame:
-    return worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=request_id))
-
-
 @pytest.mark.parametrize(("takes_more", "messages"), [(True, 1), (False, 5)])
 async def test_frames_of_one_turn_are_one_message_to_a_worker_that_takes_more(takes_more: bool, messages: int) -> None:
     async with linked(takes_more=takes_more) as (worker, link):
         ids = [f"r{number}" for number in range(5)]
         for each in ids:
-            link.send(cancel(each))
+            link.cancel(each)
         await until(lambda: len(worker.received) == 5)
         assert worker.frames("cancel") == ids
         assert worker.messages == HELLO + messages
         assert link.sent_frames == 5
 
 
-async def test_a_message_of_several_frames_stays_small_and_a_long_frame_goes_alone() -> None:
+async def test_a_join_reaches_the_worker_before_a_long_prompt_that_was_sent_first() -> None:
     async with linked(takes_more=True) as (worker, link):
-        ids = [str(number) * (MAX_MESSAGE_BYTES // 3) for number in range(4)] + ["5" * MAX_MESSAGE_BYTES, "6"]
-        for each in ids:
-            link.send(cancel(each))
-        await until(lambda: len(worker.received) == 6)
-        assert worker.frames("cancel") == ids
-        assert worker.messages == HELLO + 4  # two thirds, two thirds, the whole of it, and the last
+        work = worker_pb2.Work(request_id="long", prompt=[1] * 2000)
+        link.send("long", worker_pb2.RouterFrame(reserve=worker_pb2.Reserve(work=work)))
+        link.send("joined", worker_pb2.RouterFrame(join=worker_pb2.Join(request_id="joined", first_token=1)))
+        await until(lambda: len(worker.received) == 2)
+        assert worker.received == [("join", "joined"), ("reserve", "long")]
 
 
 class Lost:
@@ -95,20 +92,20 @@ class Lost:
         self.errors.append(error)
 
 
-@pytest.mark.parametrize("fault", ["_next_message", "_deliver"])
+@pytest.mark.parametrize(("owner", "fault"), [(FrameQueue, "next_message"), (WorkerLink, "_deliver")])
 async def test_a_bug_on_either_side_of_a_link_ends_its_requests_and_it_connects_again(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: type, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with linked(takes_more=True) as (worker, link):
         request = Lost()
         link.attach("r", request)
         with monkeypatch.context() as broken:
-            broken.setattr(link, fault, lambda *args: 1 / 0)
+            broken.setattr(owner, fault, lambda *args: 1 / 0)
             work = worker_pb2.Work(request_id="r", prompt=[1, 2], sampling=sampling_frame(SamplingParams(max_tokens=2)))
-            link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))  # it answers
+            link.send("r", worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))  # it answers
             await until(lambda: bool(request.errors))
         assert [str(error) for error in request.errors] == ["worker w was lost (internal error); a retry may succeed"]
         await until(lambda: link.ready)
-        link.send(cancel("again"))
+        link.cancel("again")
         await until(lambda: "again" in worker.frames("cancel"))
     assert "internal error on a worker link: reconnecting" in caplog.text
