@@ -13,9 +13,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.kvcache.prefix_events import join_hashes
 from tandem.rpc.grpc_options import SERVER_OPTIONS
+from tandem.rpc.wire_format import message_field
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
-from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from worker.event_publisher import EventPublisher
 from worker.wire import PROTOCOL_VERSION
 
+SERVICE = "tandem.v1.Worker"
 CLUSTER = "bench"
 FINGERPRINT = "bench"
 BLOCK_TOKENS = 16
@@ -60,7 +61,7 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _RouterSession:
-    out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
+    out: asyncio.Queue[tuple[worker_pb2.WorkerFrame, bytes]] = field(default_factory=asyncio.Queue)  # and its scores
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
     frames_seen: int = 0  # without hello
 
@@ -93,7 +94,7 @@ class PrefixCache:
             self._publisher.publish(True, join_hashes(blocks))
 
 
-class PacedWorker(WorkerServicer):
+class PacedWorker:
     """Answers with the tokens of `answer`, repeated up to the request's limit. Reports its load when it changed, like
     real workers, and replies to frames between steps at once."""
 
@@ -122,7 +123,10 @@ class PacedWorker(WorkerServicer):
         self._port = 0
 
     async def start(self) -> None:
-        add_WorkerServicer_to_server(self, self._server)
+        session: grpc.RpcMethodHandler[worker_pb2.RouterFrame, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._session, worker_pb2.RouterFrame.FromString
+        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": session}),))
         self._port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
 
@@ -137,24 +141,19 @@ class PacedWorker(WorkerServicer):
             total_blocks=TOTAL_BLOCKS,
         )
 
-    async def GetState(self, request: worker_pb2.GetStateRequest, context: Any) -> worker_pb2.WorkerState:
-        return worker_pb2.WorkerState(worker_id=self.worker_id, epoch=1, load=self._load())
-
-    async def Session(
-        self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: Any
-    ) -> AsyncIterator[worker_pb2.WorkerFrame]:
+    async def _session(self, frames: AsyncIterator[worker_pb2.RouterFrame], context: Any) -> AsyncIterator[bytes]:
         session = _RouterSession()
         self._sessions.add(session)
-        reader = asyncio.create_task(self._read(session, request_iterator))
+        reader = asyncio.create_task(self._read(session, frames))
         try:
             hello = worker_pb2.WorkerHello(
                 worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION, takes_more=True
             )
-            yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
+            yield worker_pb2.WorkerFrame(hello=hello, load=self._load()).SerializeToString()
             while True:
-                frame = await session.out.get()
+                frame, scores = await session.out.get()
                 frame.sent_at_s = time.monotonic()
-                yield frame
+                yield frame.SerializeToString() + scores
         finally:
             reader.cancel()
             self._sessions.discard(session)
@@ -246,17 +245,16 @@ class PacedWorker(WorkerServicer):
         )
         if work.sampling.HasField("logprobs"):
             first.logprobs.CopyFrom(_scored(first.token_id, work.sampling.logprobs))
-        frame = worker_pb2.WorkerFrame(tokens=[first])
+        frame, scores = worker_pb2.WorkerFrame(tokens=[first]), b""
         if work.sampling.HasField("prompt_logprobs"):
-            tokens = [_scored(each, work.sampling.prompt_logprobs) for each in work.prompt[1:]]
-            frame.prompt_scores.add(request_id=wire_id, start=1, tokens=tokens)
+            scores = _scores_of(wire_id, tuple(work.prompt), work.sampling.prompt_logprobs)
         if self.role is Role.PREFILL:
             frame.handoffs.append(self._done(work, worker_pb2.HandoffDone(sent=SENT)))
         elif work.sampling.max_tokens > 1:
             self._running[wire_id] = _Running(session, work, 1, len(work.prompt))
         else:
             frame.ended.add(request_id=wire_id, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
-        self._flush({session: frame})
+        self._flush({session: frame}, {session: scores})
 
     def _on_join(self, session: _RouterSession, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         work = session.reserved.pop(wire_id, None)
@@ -282,9 +280,13 @@ class PacedWorker(WorkerServicer):
         done.anchor_at_s = time.monotonic() - self._pace.prefill_s
         return done
 
-    def _flush(self, frames: dict[_RouterSession, worker_pb2.WorkerFrame]) -> None:
-        """Sends the frames, and the load to every session if it changed."""
-        load = self._load()
+    def _flush(
+        self,
+        frames: dict[_RouterSession, worker_pb2.WorkerFrame],
+        scores: Mapping[_RouterSession, bytes] | None = None,
+    ) -> None:
+        """Sends the frames with their serialized scores, and the load to every session if it changed."""
+        load, scores = self._load(), scores or {}
         if load != self._sent_load:
             self._sent_load = load
             for session in self._sessions:
@@ -293,7 +295,7 @@ class PacedWorker(WorkerServicer):
                 frame.load.CopyFrom(load)
         for session, frame in frames.items():
             frame.frames_seen = session.frames_seen
-            session.out.put_nowait(frame)
+            session.out.put_nowait((frame, scores.get(session, b"")))
 
     def _load(self) -> worker_pb2.WorkerLoad:
         used = sum(blocks_for(run.kept, BLOCK_TOKENS) for run in self._running.values())
@@ -306,7 +308,19 @@ class PacedWorker(WorkerServicer):
         )
 
 
-@cache
+def _scores_of(wire_id: str, prompt: tuple[int, ...], count: int) -> bytes:
+    """To be appended to a serialized frame."""
+    scores = worker_pb2.PromptScores(request_id=wire_id).SerializeToString() + _scores(prompt, count)
+    return message_field(worker_pb2.WorkerFrame.PROMPT_SCORES_FIELD_NUMBER, scores)
+
+
+@lru_cache(maxsize=64)
+def _scores(prompt: tuple[int, ...], count: int) -> bytes:
+    """Without the request's id. Kept too: real workers do not score in the process of those that decode."""
+    tokens = [_scored(each, count) for each in prompt[1:]]
+    return worker_pb2.PromptScores(start=1, tokens=tokens).SerializeToString()
+
+
 @lru_cache(maxsize=4096)
 def _scored(token_id: int, count: int) -> inference_pb2.TokenLogprobs:
     """A token with the logprobs of `count` others. Kept: to make them would delay the workers' other answers."""
