@@ -32,6 +32,7 @@ from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.wire_format import message_field
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from worker.event_publisher import EventPublisher
+from worker.waiting_frames import messages
 from worker.wire import PROTOCOL_VERSION
 
 SERVICE = "tandem.v1.Worker"
@@ -61,7 +62,7 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _RouterSession:
-    out: asyncio.Queue[tuple[worker_pb2.WorkerFrame, bytes]] = field(default_factory=asyncio.Queue)  # and its scores
+    out: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
     frames_seen: int = 0  # without hello
 
@@ -150,10 +151,8 @@ class PacedWorker:
                 worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION, takes_more=True
             )
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load()).SerializeToString()
-            while True:
-                frame, scores = await session.out.get()
-                frame.sent_at_s = time.monotonic()
-                yield frame.SerializeToString() + scores
+            async for message in messages(session.out, takes_more=True):
+                yield message
         finally:
             reader.cancel()
             self._sessions.discard(session)
@@ -294,8 +293,8 @@ class PacedWorker:
                     frame = frames[session] = worker_pb2.WorkerFrame()
                 frame.load.CopyFrom(load)
         for session, frame in frames.items():
-            frame.frames_seen = session.frames_seen
-            session.out.put_nowait((frame, scores.get(session, b"")))
+            frame.frames_seen, frame.sent_at_s = session.frames_seen, time.monotonic()
+            session.out.put_nowait(frame.SerializeToString() + scores.get(session, b""))
 
     def _load(self) -> worker_pb2.WorkerLoad:
         used = sum(blocks_for(run.kept, BLOCK_TOKENS) for run in self._running.values())

@@ -52,6 +52,7 @@ from worker.messages import (
 )
 from worker.rank_ends import RankEnds
 from worker.registration import Registration
+from worker.waiting_frames import messages
 from worker.wire import BEFORE_RANGES, VERSIONS
 
 log = logging.getLogger(__name__)
@@ -178,16 +179,16 @@ class WorkerService:
     ) -> AsyncIterator[bytes]:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                router_id, protocol = await self._read_hello(frames)
+                hello, protocol = await self._read_hello(frames)
         except TimeoutError:
             await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s, got none"))
         except DecodeError as error:
             await abort(context, InputError(f"frame: expected a RouterFrame: {error}", field="frame"))
         except TandemError as error:
             await abort(context, error)
-        session, queue = self._leader.open_session(router_id)
+        session, queue = self._leader.open_session(hello.router_id)
         reading = asyncio.create_task(self._read(session, frames, queue))
-        hello = worker_pb2.WorkerHello(
+        answer = worker_pb2.WorkerHello(
             worker_id=self._launch.worker_id,
             epoch=self._launch.epoch,
             protocol=protocol,
@@ -195,25 +196,24 @@ class WorkerService:
             takes_more=True,
         )
         try:
-            yield worker_pb2.WorkerFrame(hello=hello).SerializeToString()
-            while (frame := await queue.get()) is not None:
-                yield frame
+            yield worker_pb2.WorkerFrame(hello=answer).SerializeToString()
+            async for message in messages(queue, takes_more=hello.takes_more):
+                yield message
             if self._leader.died:
                 await abort(context, WorkerDied(f"{self._launch.worker_id}: the process of its engine ended"))
         finally:
             reading.cancel()
             self._leader.close_session(session)
 
-    async def _read_hello(self, frames: AsyncIterator[bytes]) -> tuple[str, int]:
-        """The router, and the protocol version of its session."""
+    async def _read_hello(self, frames: AsyncIterator[bytes]) -> tuple[worker_pb2.RouterHello, int]:
+        """And the protocol version of the session."""
         async for raw in frames:
             frame = worker_pb2.RouterFrame.FromString(raw)
             kind = frame.WhichOneof("frame")
             if kind != "hello" or not frame.hello.router_id:
                 raise InputError(f"frame: expected a hello with a router_id first, got {kind or 'none'}", field="frame")
-            router_id = frame.hello.router_id
-            names = (self._launch.worker_id, f"router {router_id}")
-            return router_id, common_version(VERSIONS, stated_versions(frame.hello, BEFORE_RANGES), names)
+            names = (self._launch.worker_id, f"router {frame.hello.router_id}")
+            return frame.hello, common_version(VERSIONS, stated_versions(frame.hello, BEFORE_RANGES), names)
         raise InputError("frame: expected a hello, got the end of the stream", field="frame")
 
     async def _read(self, session: int, frames: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
@@ -255,8 +255,8 @@ async def connect_leader(launch: WorkerLaunch) -> Channel[LeaderToService]:
 async def serve(launch: WorkerLaunch) -> int:
     """Returns the exit code."""
     channel = await connect_leader(launch)
-    messages = aiter(channel)
-    first = await anext(messages, None)
+    received = aiter(channel)
+    first = await anext(received, None)
     if not isinstance(first, LeaderReady):
         raise UnavailableError(f"leader: expected LeaderReady as the first message, got {type(first).__name__}")
     info = cluster_pb2.WorkerInfo.FromString(first.info)
@@ -287,7 +287,7 @@ async def serve(launch: WorkerLaunch) -> int:
         task.add_done_callback(_end_process_on_failure)
 
     async def handle_messages() -> None:
-        async for message in messages:
+        async for message in received:
             leader.handle(message)
 
     handling, hangs = asyncio.create_task(handle_messages()), asyncio.create_task(leader.hangs.run())

@@ -35,6 +35,8 @@ SESSION = "/tandem.v1.Worker/Session"
 HELLO_TIMEOUT_S = 3.0  # plus the longest backoff: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
 MAX_BACKOFF_S = 1.0
+# What gRPC receives ahead of its reader. The rest waits at the worker, which joins it to few messages.
+OPTIONS = (*CLIENT_OPTIONS, ("grpc.http2.lookahead_bytes", 4 << 10), ("grpc.http2.bdp_probe", 0))
 LATE_REPORT_S = 5.0  # how long an ended request waits for the report on its handoff
 
 
@@ -185,7 +187,7 @@ class WorkerLink:
         while True:
             kind: type[WorkerLost] = WorkerLost
             try:
-                async with open_channel(self.info.address, self._tls, Identity.WORKER, CLIENT_OPTIONS) as channel:
+                async with open_channel(self.info.address, self._tls, Identity.WORKER, OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
@@ -227,6 +229,7 @@ class WorkerLink:
                     router_id=self._router_id,
                     protocol=self._common_version(self.info),
                     oldest_protocol=VERSIONS.oldest_protocol,
+                    takes_more=True,
                 )
                 await call.write(worker_pb2.RouterFrame(hello=hello).SerializeToString())
                 first = await call.read()
@@ -253,8 +256,9 @@ class WorkerLink:
             call.cancel()
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, worker_pb2.WorkerFrame]) -> None:
-        while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
-            self._deliver(frame)
+        while isinstance(message := await call.read(), worker_pb2.WorkerFrame):
+            for frame in (message, *message.more):
+                self._deliver(frame)
         raise _LinkBroken(await call.details() or "the worker ended the stream")
 
     def _check_hello(self, frame: worker_pb2.WorkerFrame) -> None:

@@ -101,6 +101,7 @@ class WorkerFrame(_message.Message):
     COMPUTING_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """Number of frames of this session, without the hello, that the worker had processed. Its last load does not include
     later frames. 0: unknown.
@@ -143,6 +144,10 @@ class WorkerFrame(_message.Message):
     def adapters(self) -> Global___Adapters:
         """at the start of a session and whenever they change; never: none"""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerFrame]:
+        """Further frames, in order, without a `more` of their own. Only for a router whose hello sets `takes_more`."""
+
     def __init__(
         self,
         *,
@@ -160,10 +165,11 @@ class WorkerFrame(_message.Message):
         computing: _builtins.bool = ...,
         sent_at_s: _builtins.float = ...,
         adapters: Global___Adapters | None = ...,
+        more: _abc.Iterable[Global___WorkerFrame] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "more", b"more", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,19 +252,23 @@ class RouterHello(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    TAKES_MORE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     protocol: _builtins.int
     oldest_protocol: _builtins.int
+    takes_more: _builtins.bool
+    """WorkerFrame.more"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        takes_more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "router_id", b"router_id", "takes_more", b"takes_more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import openai
 import pytest
@@ -88,6 +89,25 @@ def test_a_request_whose_adapter_was_replaced_is_told_so_when_no_worker_has_it_a
     assert too_late.error.code is ErrorCode.UNAVAILABLE
     assert "its adapter was replaced or removed" in too_late.error.message
     cluster.check_settled()
+
+
+async def test_a_link_reads_frames_within_frames() -> None:
+    """A worker joins those that waited (worker/waiting_frames.py)."""
+    link = CoreCluster("d0").worker("d0").worker.link
+    inner = worker_pb2.WorkerFrame(adapters=worker_pb2.Adapters(fingerprints=[SQL]))
+
+    class Call:
+        answers = iter([worker_pb2.WorkerFrame(more=[worker_pb2.WorkerFrame(), inner])])
+
+        async def read(self) -> worker_pb2.WorkerFrame | None:
+            return next(self.answers, None)
+
+        async def details(self) -> str:
+            return "over"
+
+    with pytest.raises(Exception, match="over"):
+        await link._read(cast(Any, Call()))
+    assert link.adapters == {SQL}
 
 
 def test_a_lost_link_forgets_what_its_worker_had() -> None:
