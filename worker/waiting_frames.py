@@ -1,5 +1,5 @@
-"""The frames for one router that wait until it reads, in few messages: a busy router reads one in each turn of its event
-loop, however small it is."""
+"""The frames for one router that wait until it reads, in few messages: however small one is, a busy router reads one in
+each turn of its event loop."""
 
 from __future__ import annotations
 

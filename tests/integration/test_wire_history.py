@@ -223,8 +223,9 @@ def fill(message: Message, field: FieldDescriptor, depth: int) -> None:
             setattr(message, field.name, value)
     elif inside.GetOptions().map_entry:
         key = "x" if inside.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING else 1
-        if inside.fields_by_name["value"].message_type is None:
-            place[key] = 1
+        kept = inside.fields_by_name["value"]
+        if kept.message_type is None:
+            place[key] = "x" if kept.type == FieldDescriptor.TYPE_STRING else 1
     elif depth:
         (place.add() if field.is_repeated else place).MergeFrom(filled(inside, depth - 1))
 
