@@ -136,7 +136,7 @@ class VllmServer:
 
     def __init__(self, setup: Setup, transfer: Mapping[str, object] | None = None) -> None:
         self._port, side_port = free_ports(HOST, HOST)
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(setup.folder)]
+        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", f"--model={setup.folder}"]
         command += [f"--host={HOST}", f"--port={self._port}", *setup.vllm_flags()]
         if transfer is not None:
             command.append(f"--kv-transfer-config={json.dumps(transfer)}")
