@@ -22,6 +22,7 @@ from tandem.errors import CheckpointError, ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _CHUNK_BYTES = 1 << 20
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _NONE_OF = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "alora_invocation_tokens")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>A|B)\.weight")
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.(?P<name>self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
@@ -49,8 +50,10 @@ class Adapter:
 
 
 def copied_adapter(folder: Path, fingerprint: str) -> Path:
-    """A copy of the adapter, named by its content, that stays in the cache of this host and that nobody changes. Raises
-    ConfigError if it has to be made and `folder` has other content, cannot be read, or does not fit on the disk."""
+    """A copy of the adapter in this host's cache, named by its content. Raises ConfigError if it has to be made and
+    `folder` has other content, cannot be read, or does not fit on the disk."""
+    if not _FINGERPRINT.fullmatch(fingerprint):  # it becomes part of a path
+        raise ConfigError(f"adapters: expected a fingerprint of 32 hex digits, got {fingerprint[:40]!r}")
     kept = cache_dir() / "adapters"
     target = kept / fingerprint
     if target.is_dir():
@@ -69,7 +72,7 @@ def copied_adapter(folder: Path, fingerprint: str) -> Path:
             made.rename(target)
     except OSError as error:
         if not target.is_dir():  # else another worker was faster
-            raise ConfigError(f"{folder}: cannot be copied to {target}: {error.strerror}") from error
+            raise ConfigError(f"{folder}: cannot be copied to {target}: {error}") from error
     return target
 
 

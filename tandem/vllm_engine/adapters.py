@@ -1,7 +1,7 @@
 """The adapters that vLLM has loaded.
 
 vLLM reads an adapter's files again whenever its cache had no room for it, and takes a number it knows for what it has:
-so it gets files that nobody changes, and a number that no other content ever has.
+so each content has files in the cache that do not change, and a number of its own.
 """
 
 from __future__ import annotations

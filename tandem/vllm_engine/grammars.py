@@ -17,8 +17,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tandem.errors import TandemError
-from tandem.grammar.masks import MAX_LATE_S, Following, GrammarRun
+from tandem.grammar.masks import Following, GrammarRun
 
+WAIT_S = 0.1  # for a mask, at a time
 _WORD_BITS = 32
 
 
@@ -51,8 +52,8 @@ class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         """Waits until it is known. A request that fails gets any token, and ends."""
         row = bitmask[batch_index].numpy()
         try:
-            while (found := self._run.take(self._tokens, MAX_LATE_S)) is None:
-                pass  # it raises when that has taken MAX_LATE_S
+            while (found := self._run.take(self._tokens, WAIT_S)) is None:
+                pass  # it raises after MAX_LATE_S
         except TandemError as error:
             self.failed = error
             row.fill(-1)

@@ -1,4 +1,4 @@
-"""Adapters with vLLM's engines: each answers as the model would with its weights added, whoever asked before."""
+"""Adapters with vLLM's engines: each answers as the model with the adapter's weights added."""
 
 from __future__ import annotations
 

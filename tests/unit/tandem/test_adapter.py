@@ -197,6 +197,11 @@ class TestCopies:
         assert copied_adapter(folder, fingerprint) == copy
         assert [each.name for each in cache.iterdir()] == [fingerprint]
 
+    @pytest.mark.parametrize("fingerprint", ["", "..", "../../etc", "A" * 32])
+    def test_a_fingerprint_is_no_path(self, tmp_path: Path, fingerprint: str) -> None:
+        with pytest.raises(ConfigError, match="expected a fingerprint of 32 hex digits"):
+            copied_adapter(tmp_path, fingerprint)
+
     def test_other_content_is_no_copy(self, tmp_path: Path, model: Path, cache: Path) -> None:
         folder = write_adapter(tmp_path / "a", model)
         fingerprint = adapter_fingerprint(folder)
