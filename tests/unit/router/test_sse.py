@@ -234,7 +234,7 @@ async def test_a_stream_slower_than_the_pauses_never_waits(monkeypatch: pytest.M
     now_s = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now_s)
     for text in "bcd":
-        now_s += LONG_PAUSE_S
+        now_s += 2 * LONG_PAUSE_S
         stream.source.put(piece(text))
         await stream.flush()
     assert stream.reader.writes == [b"begin a", b"b", b"c", b"d"]
