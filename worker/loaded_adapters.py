@@ -56,8 +56,9 @@ class LoadedAdapters:
         self._left_s = {
             each: self._left_s.get(each, now_s) for each in self._engine.adapters if each not in self._wanted
         }
-        for each in self._wanted.keys() - self._engine.adapters - self._failed.keys() - self._copies:
-            self._copy(self._wanted[each])
+        known = self._engine.adapters | self._failed.keys() | self._copies
+        for adapter in [each for fingerprint, each in self._wanted.items() if fingerprint not in known]:
+            self._copy(adapter)
 
     def _copy(self, adapter: AdapterFiles) -> None:
         self._copies.add(adapter.fingerprint)

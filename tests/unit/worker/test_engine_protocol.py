@@ -266,7 +266,7 @@ def test_an_adapter_that_cannot_be_loaded_is_named_in_the_workers_state(
 ) -> None:
     _, decode = workers
     broken, good = write_shift(tmp_path / "broken", None), write_shift(tmp_path / "good", 5)
-    decode.inbox.put(WantedAdapters((broken, good)))
+    decode.inbox.put(WantedAdapters((broken, good)))  # copied in this order
     told = (frame.adapters for frame in decode.frames() if frame.HasField("adapters"))
     next(each for each in told if list(each.fingerprints) == [good.fingerprint])
     decode.inbox.put(StateQuery(1))
