@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.control.record import AdapterRecord, WorkerState
+from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.spec.resolve import load_adapters
 from tandem.checkpoint.adapter import Adapter
@@ -15,6 +16,18 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, UnavailableError
 
 POLL_S = 0.1
+
+
+async def has_loaded(workers: Workers, slot: WorkerSlot, adapters: Sequence[Adapter]) -> bool:
+    """Raises ConfigError for an adapter that the worker cannot load."""
+    if not adapters:
+        return True
+    if (state := await workers.state(slot)) is None:
+        return False
+    for each in adapters:
+        if (why := state.failed_adapters.get(each.fingerprint)) is not None:
+            raise ConfigError(f"adapters: {each.name}: {slot.worker_id} cannot load it: {why}", field="adapters")
+    return {each.fingerprint for each in adapters} <= set(state.adapters.fingerprints)
 
 
 class ModelAdapters:
@@ -112,18 +125,9 @@ class ModelAdapters:
 
     async def _pending(self, model: str, wanted: tuple[Adapter, ...]) -> str:
         slots = [slot for slot in self._workers.slots.values() if slot.model.spec.served_name == model]
-        for slot in slots if wanted else ():
-            if slot.state is not WorkerState.READY:
-                continue
-            if (state := await self._workers.state(slot)) is None:
+        for slot in slots:
+            if slot.state is WorkerState.READY and not await has_loaded(self._workers, slot, wanted):
                 return f"adapters of {slot.worker_id}"
-            for each in wanted:
-                if (why := state.failed_adapters.get(each.fingerprint)) is not None:
-                    raise ConfigError(
-                        f"adapters: {each.name}: {slot.worker_id} cannot load it: {why}", field="adapters"
-                    )
-                if each.fingerprint not in state.adapters.fingerprints:
-                    return f"adapters of {slot.worker_id}"
         return ""
 
     def _load(self, spec: ModelSpec) -> tuple[Adapter, ...]:

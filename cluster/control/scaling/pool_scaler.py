@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from cluster.control.model_adapters import has_loaded
 from cluster.control.record import DrainRecord, ScaleRecord, WorkerState
 from cluster.control.scaling.pools import ChangeRole, PoolChange, PoolMember, RemoveWorker, StartWorker, plan_change
 from cluster.control.worker_slot import WorkerSlot
@@ -192,11 +193,8 @@ class PoolScaler:
     async def _restart(self, slot: WorkerSlot, epoch: int) -> None:
         if slot.epoch == epoch:  # else it ended by itself
             slot.restart("restarted by request")
-        await self._until(
-            lambda: slot.epoch != epoch and slot.state is WorkerState.READY,
-            f"{slot.worker_id} to be ready again",
-            slot,
-        )
+        await self._until_ready(slot, f"{slot.worker_id} to be ready again", after_epoch=epoch)
+        await self._until_has_adapters(slot)
 
     async def _start_all(self, model: ResolvedModel, starts: Sequence[StartWorker]) -> None:
         """Starts workers in parallel. If some fail, the others stay, and the error lists every failure."""
@@ -225,10 +223,14 @@ class PoolScaler:
     async def _start(self, model: ResolvedModel, start: StartWorker) -> None:
         slot = await self._workers.add(start.worker_id, start.role, model)
         try:
-            await self._until(lambda: slot.state is WorkerState.READY, f"{start.worker_id} to be ready", slot)
+            await self._until_ready(slot, f"{start.worker_id} to be ready")
         except BaseException:  # cancelled too: a worker that never served is removed
             await self._workers.remove(start.worker_id)
             raise
+        try:
+            await self._until_has_adapters(slot)
+        except UnavailableError as error:  # it serves all others
+            log.warning("%s", error.message)
 
     async def empty(self, slot: WorkerSlot, *, move: bool) -> None:
         """Stops new requests to the worker and returns when it has none left, or is gone. Requests that remain after
@@ -261,14 +263,30 @@ class PoolScaler:
         requests = load.running_requests + load.waiting_requests + load.reserved_requests
         return bool(requests or load.blocks.leased or load.blocks.in_use)
 
-    async def _until(self, done: Callable[[], bool], what: str, slot: WorkerSlot) -> None:
+    async def _until_ready(self, slot: WorkerSlot, what: str, after_epoch: int | None = None) -> None:
         timeout_s = self._control.start_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while not done():
+        while slot.epoch == after_epoch or slot.state is not WorkerState.READY:
             if slot.is_given_up:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(f"control.start_timeout_s: waited {timeout_s:g} s for {what}")
+            await asyncio.sleep(self._poll_s)
+
+    async def _until_has_adapters(self, slot: WorkerSlot) -> None:
+        """Those that its model serves. Raises UnavailableError if that takes too long: it retries."""
+        timeout_s, why = self._control.start_timeout_s, ""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                adapters = self._workers.directory.adapters(slot.model.spec.served_name)
+                if await has_loaded(self._workers, slot, adapters):
+                    return
+            except ConfigError as error:
+                why = f": {error.message}"
+            if asyncio.get_running_loop().time() > deadline_s:
+                what = f"waited {timeout_s:g} s for {slot.worker_id} to load its model's adapters"
+                raise UnavailableError(f"control.start_timeout_s: {what}{why}")
             await asyncio.sleep(self._poll_s)
 
     async def _member(self, slot: WorkerSlot) -> PoolMember:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,12 @@ from cluster.control import rolling_restart
 from cluster.control.record import RestartRecord, WorkerState
 from cluster.control.rolling_restart import RollingRestart
 from cluster.control.scaling.pool_scaler import PoolScaler
+from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
+from tandem.checkpoint.adapter import Adapter
 from tandem.config.spec import ControlSpec
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnavailableError
+from tandem.v1 import worker_pb2
 from tests.unit.cluster.test_workers import backend, info, workers
 
 __all__ = ["backend", "workers"]  # fixtures
@@ -186,6 +190,45 @@ async def test_a_worker_that_cannot_start_again_ends_it_with_the_reason(
     await until(lambda: restart.status().is_over)
     assert restart.status().failure == "prefill-0 cannot start: its weights are gone"
     assert [slot.restarts for slot in workers.slots.values()] == [1, 0, 0]
+
+
+async def test_each_worker_loads_its_adapters_before_the_next_one_restarts(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else requests for an adapter would find no worker that has it."""
+    states = {worker_id: worker_pb2.WorkerState() for worker_id in IDS}
+
+    async def state(slot: WorkerSlot) -> worker_pb2.WorkerState:
+        return states[slot.worker_id]
+
+    monkeypatch.setattr(workers, "state", state)
+    workers.directory.set_adapters("tiny", [Adapter("sql", Path("sql"), "f0", 8)])
+    await ready(workers)
+    restart = restart_of(workers, monkeypatch)
+    await restart.begin("", move=True)
+    await back(workers, restart, "prefill-0")
+    await until(lambda: workers.slots["prefill-0"].state is WorkerState.READY)
+    await asyncio.sleep(0.02)
+    assert not restart.status().restarted
+    states["prefill-0"].adapters.fingerprints.append("f0")
+    await until(lambda: list(restart.status().restarted) == ["prefill-0"])
+    await restart.close()
+
+
+async def test_a_worker_that_cannot_load_an_adapter_is_named_with_the_reason(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has had time to try again."""
+    failed = worker_pb2.WorkerState(failed_adapters={"f0": "sql: no such folder"})
+
+    async def state(slot: WorkerSlot) -> worker_pb2.WorkerState:
+        return failed
+
+    monkeypatch.setattr(workers, "state", state)
+    workers.directory.set_adapters("tiny", [Adapter("sql", Path("sql"), "f0", 8)])
+    scaler = PoolScaler(workers, ControlSpec(start_timeout_s=0.05), poll_s=0.001)
+    with pytest.raises(UnavailableError, match=r"decode-0 to load its model's adapters: .*no such folder"):
+        await scaler._until_has_adapters(workers.slots["decode-0"])
 
 
 async def test_nothing_begins_that_could_not_be_recorded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
