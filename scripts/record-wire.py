@@ -25,16 +25,12 @@ import openai
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.message import Message
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.admin_service import AdminService
-from cluster.control.controller import Controller
-from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve, with_free_ports
+from cluster.testing.running import controller_of
 from kvtransfer.connection.handshake import Welcome
 from kvtransfer.control import CloseReceive, CloseSend, ReceiveClosed, Received, SendClosed, Sent, SetPeers
 from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.worker import FakeModel, FakeRank, FakeWorker
-from tandem.config.spec import ClusterSpec
 from tandem.rpc.channel import encode
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
@@ -120,20 +116,11 @@ class Cluster:
 
     def __init__(self, recorder: Recorder, folder: Path) -> None:
         source = str(write_tiny_llama(folder / "tiny", vocab=300, seed=1, scale=2.0))
-        spec = ClusterSpec.model_validate(
-            {
-                "models": [
-                    {"source": source, "decode": {"workers": 2}, "engine": {"kv_blocks": 200, "max_step_tokens": 64}}
-                ],
-                "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-                "control": {"admin_port": 0, "backend": "subprocess"},
-            }
-        )
+        engine = {"kv_blocks": 200, "max_step_tokens": 64}
+        model = {"source": source, "decode": {"workers": 2}, "engine": engine}
+        self.controller = controller_of({"models": [model], "router": {"disaggregation": "always"}}, folder)
         self._recorder = recorder
         self._proxies: dict[str, WorkerProxy] = {}
-        keeper = Keeper(folder / "logs")
-        resolved = with_free_ports(resolve(spec, lambda what: None))
-        self.controller = Controller(resolved, SubprocessBackend(keeper), keeper, folder / "run", folder / "logs")
         self._note_admin_calls()
 
     def _note_admin_calls(self) -> None:

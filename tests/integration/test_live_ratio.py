@@ -19,24 +19,19 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
 from cluster.control.scaling.autoscaling import Autoscaling
 from cluster.control.worker_slot import WorkerSlot
-from cluster.keeper.keeper import Keeper
-from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import resolve, with_free_ports
 from cluster.testing.kubernetes_api import FakeKubernetes, served
+from cluster.testing.running import ON_FREE_PORTS, running
 from router.testing.stub_worker import until
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.model import Role
-from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
 from tests.unit.cluster.test_scale_adapter import check, pool, settled
-from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
 PAGE = Path(__file__).parents[2] / "docs" / "live-ratio.md"
@@ -52,8 +47,8 @@ ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for 
 def tiny_spec(source: str) -> dict[str, Any]:
     return {
         "models": [{"source": source, "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-        "control": {"admin_port": 0, "backend": "subprocess"},
+        "router": ON_FREE_PORTS["router"] | {"disaggregation": "always"},
+        "control": ON_FREE_PORTS["control"],
     }
 
 
@@ -61,26 +56,8 @@ def tiny_spec(source: str) -> dict[str, Any]:
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("r")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    spec = ClusterSpec.model_validate(tiny_spec(str(model)))
-    keeper = Keeper(folder / "logs")
-    controller = Controller(
-        with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(keeper),
-        keeper,
-        folder / "run",
-        folder / "logs",
-        SpecSource(spec, {}),
-    )
-    try:
-        await controller.start()
-        await controller.wait_ready(lambda what: None)
+    async with running(tiny_spec(str(model)), folder) as controller:
         yield controller
-        for slot in controller.workers.slots.values():
-            assert slot.info is not None
-            async with open_session(slot.info.address) as session:
-                await assert_conserved(session)
-    finally:
-        await controller.close()
 
 
 async def answer(controller: Controller, prompt: list[int], sampling: dict[str, Any]) -> str:

@@ -17,18 +17,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch_views, placements_of, to_json
 from cluster.control.controller import Controller
 from cluster.control.router_slot import RouterSlot, RouterState
-from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve, with_free_ports
-from tandem.config.spec import ClusterSpec
+from cluster.testing.running import check_conserved, running
 from tandem.errors import NotFound
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
-from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
 REQUESTS = 10_000 if os.environ.get("TANDEM_SOAK") else 24
@@ -98,44 +94,16 @@ async def knows_the_prompts(router: RouterSlot) -> None:
             await asyncio.sleep(0.05)
 
 
-async def conserved(controller: Controller) -> None:
-    for slot in controller.workers.slots.values():
-        assert slot.info is not None
-        async with open_session(slot.info.address) as session:
-            await assert_conserved(session)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("r")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    spec = ClusterSpec.model_validate(
-        {
-            "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-            "router": {
-                "replicas": 2,
-                "http_port": 0,
-                "grpc_port": 0,
-                "disaggregation": "always",
-                "worker_stall_s": 300,
-            },
-            "control": {"admin_port": 0, "backend": "subprocess"},
-        }
-    )
-    keeper = Keeper(folder / "logs")
-    controller = Controller(
-        with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(keeper),
-        keeper,
-        folder / "run",
-        folder / "logs",
-    )
-    try:
-        await controller.start()
-        await controller.wait_ready(lambda what: None)
+    source = {
+        "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
+        "router": {"replicas": 2, "disaggregation": "always", "worker_stall_s": 300},
+    }
+    async with running(source, folder) as controller:
         yield controller
-    finally:
-        await controller.close()
     left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     assert not [command for command in left if "-m router" in command and str(folder) in command]
 
@@ -186,7 +154,7 @@ async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_
     assert broken, "nothing was disturbed"
     assert all(any(whole.startswith(part) for whole in expected) for part in broken)
     # What it had on workers ended with it: the other one's reports say so.
-    await conserved(controller)
+    await check_conserved(controller)
     assert second.restarts == 0
     await serves_again(first, 1)
     await knows_the_prompts(first)
@@ -238,7 +206,7 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     assert retries[0].content == retries[1].content
     assert {retry.headers.get("idempotency-replayed") for retry in retries} == {None, "true"}, "in either order"
     assert await metric(second, "tandem_requests_total") == ran + 1, "what the killed one had begun, once"
-    await conserved(controller)
+    await check_conserved(controller)
     await serves_again(first, restarts + 1)
 
 
@@ -274,7 +242,7 @@ async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(control
     await asking
     after = restarts_of_all(controller)
     assert after == [count + rolls for count in before]
-    await conserved(controller)
+    await check_conserved(controller)
     print(f"{rolls} rolling restarts under {answered} requests")
 
 
@@ -288,5 +256,5 @@ async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(contr
     os.kill((await second.processes())[0].pid, signal.SIGTERM)
     assert await asyncio.gather(*asked) == expected
     assert not [text for client in clients for text in client.broken]
-    await conserved(controller)
+    await check_conserved(controller)
     await serves_again(second, restarts + 1)

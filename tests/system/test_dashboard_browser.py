@@ -21,16 +21,12 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.admin_client import Admin
 from cluster.cli.top.app import TopApp
 from cluster.cli.top.source import FrameSource
 from cluster.control.controller import Controller
-from cluster.keeper.keeper import Keeper
-from cluster.spec.resolve import resolve, with_free_ports
-from tandem.config.spec import ClusterSpec
+from cluster.testing.running import running
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.session import assert_conserved, open_session
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]  # one cluster serves all
 
@@ -55,39 +51,20 @@ COLOURS = """async (source) => {
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("d")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    spec = ClusterSpec.model_validate(
-        {
-            "name": "demo",
-            "models": [
-                {
-                    "source": str(model),
-                    "prefill": {"workers": 2},
-                    "decode": {"workers": 2},
-                    "engine": {"kv_blocks": 400, "max_step_tokens": 100},
-                }
-            ],
-            "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-            "control": {"admin_port": 0, "backend": "subprocess"},
-        }
-    )
-    keeper = Keeper(folder / "logs")
-    controller = Controller(
-        with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(keeper),
-        keeper,
-        folder / "run",
-        folder / "logs",
-    )
-    try:
-        await controller.start()
-        await controller.wait_ready(lambda what: None)
+    source = {
+        "name": "demo",
+        "models": [
+            {
+                "source": str(model),
+                "prefill": {"workers": 2},
+                "decode": {"workers": 2},
+                "engine": {"kv_blocks": 400, "max_step_tokens": 100},
+            }
+        ],
+        "router": {"disaggregation": "always"},
+    }
+    async with running(source, folder) as controller:
         yield controller
-        for slot in controller.workers.slots.values():
-            assert slot.info is not None
-            async with open_session(slot.info.address) as session:
-                await assert_conserved(session)
-    finally:
-        await controller.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,6 @@ import grpc.aio
 import psutil
 import pytest
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli.admin_client import Admin, fetch_status
 from cluster.control.controller import Controller
 from cluster.control.record import WorkerState
@@ -21,6 +20,7 @@ from cluster.control.worker_slot import WorkerSlot
 from cluster.keeper.keeper import Keeper
 from cluster.spec.changes import SpecSource
 from cluster.spec.resolve import resolve, with_free_ports
+from cluster.testing.running import controller_of
 from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
 from tandem.testing.models import write_tiny_llama
@@ -32,16 +32,7 @@ from tests.unit.cluster.test_workers import FakeBackend
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("c")
     model = write_tiny_llama(folder / "tiny")
-    spec = ClusterSpec.model_validate(
-        {
-            "models": [{"source": str(model), "engine": {"kv_blocks": 32}}],
-            "router": {"http_port": 0, "grpc_port": 0},
-            "control": {"admin_port": 0, "backend": "subprocess"},
-        }
-    )
-    cluster = with_free_ports(resolve(spec, lambda what: None))
-    keeper = Keeper(folder / "logs")
-    running = Controller(cluster, SubprocessBackend(keeper), keeper, folder / "run", folder / "logs")
+    running = controller_of({"models": [{"source": str(model), "engine": {"kv_blocks": 32}}]}, folder)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     try:
         await running.start()
@@ -110,19 +101,10 @@ async def test_a_worker_that_never_starts_is_given_up_with_its_last_log_line(
 ) -> None:
     folder = tmp_path_factory.mktemp("f")
     model = write_tiny_llama(folder / "tiny")
-    spec = ClusterSpec.model_validate(
-        {
-            "models": [{"source": str(model), "prefill": {"workers": 0}, "engine": {"kv_blocks": 32}}],
-            "router": {"http_port": 0, "grpc_port": 0},
-            "control": {"admin_port": 0, "backend": "subprocess"},
-            "redis": {"mode": "none"},
-        }
-    )
-    cluster = with_free_ports(resolve(spec, lambda what: None))
+    one = {"source": str(model), "prefill": {"workers": 0}, "engine": {"kv_blocks": 32}}
+    running = controller_of({"models": [one], "redis": {"mode": "none"}}, folder)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])  # truncated after everything was checked
-    keeper = Keeper(folder / "logs")
-    running = Controller(cluster, SubprocessBackend(keeper), keeper, folder / "run", folder / "logs")
     try:
         await running.start()
         with pytest.raises(TandemError, match=r"decode-0 cannot start.*model\.safetensors"):
