@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.profiling.profiler import Grid, Profiler, build_alone
+from cluster.profiling.profiler import Grid, open_profiler
 from tandem.config.engine import EngineSpec
 from tandem.errors import UnavailableError
 
@@ -30,7 +30,7 @@ def neighbours(count: int, folder: Path, engine: EngineSpec) -> Iterator[None]:
     ]
     try:
         for each in started:
-            if each.stdout is None or each.stdout.readline().strip() != READY:
+            if each.stdout is None or READY not in (line.strip() for line in each.stdout):
                 raise UnavailableError("a neighbour process did not start; its error output is above")
         yield
     finally:
@@ -50,8 +50,7 @@ def main() -> None:
     engine = EngineSpec.model_validate_json(options.engine)
     ended = threading.Event()
     threading.Thread(target=_wait_stdin_closed, args=(ended,), daemon=True).start()
-    with build_alone(options.folder, engine) as rank:
-        profiler = Profiler(rank, engine, Grid())
+    with open_profiler(options.folder, engine, Grid()) as profiler:
         profiler.mixed_s()
         print(READY, flush=True)
         while not ended.is_set():

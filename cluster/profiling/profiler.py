@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from cluster.profiling.measured import MeasuredEngine, measured_engine
 from planner.fitted import DecodePoint, PrefillPoint
 from tandem.config.engine import EngineSpec
-from tandem.engine.api import EngineRequest, ExportRange
-from tandem.engine.engine import TandemEngine
-from tandem.engine.factory import Rank, build_rank
+from tandem.engine.api import Engine, EngineRequest, StepResult
 from tandem.errors import ConfigError
 from tandem.grammar.constraint import regex
-from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
-from tandem.scheduler.scheduler import Scheduler
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -44,41 +41,30 @@ class Grid:
     contexts: tuple[int, ...] = CONTEXTS
 
 
-class _NullExporter:
-    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        """Exports nothing."""
-
-    def layer_done(self, layer: int) -> None:
-        """Exports nothing."""
-
-
 @contextmanager
-def build_alone(folder: Path, spec: EngineSpec) -> Iterator[Rank]:
-    """Builds a single rank. Raises ConfigError, CheckpointError."""
-    if spec.kind != "tandem":
-        raise ConfigError("engine.kind: expected tandem: other engines cannot be profiled yet", field="engine.kind")
-    with tempfile.TemporaryDirectory() as scratch:
-        yield build_rank(
-            folder, spec, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NullExporter()
-        )
+def open_profiler(folder: Path, spec: EngineSpec, grid: Grid) -> Iterator[Profiler]:
+    """Raises ConfigError, CheckpointError, InsufficientMemory."""
+    most_requests, most_step_tokens = max(grid.batches), max(grid.chunks)
+    with measured_engine(folder, spec, most_requests=most_requests, most_step_tokens=most_step_tokens) as measured:
+        yield Profiler(measured, spec, grid)
 
 
 class Profiler:
-    """Medians of the step times of one engine, in seconds. Each chunk budget gets a new scheduler."""
+    """Medians of the step times of one engine, in seconds."""
 
-    def __init__(self, rank: Rank, spec: EngineSpec, grid: Grid) -> None:
-        self._rank, self._spec, self._grid = rank, spec, grid
+    def __init__(self, measured: MeasuredEngine, spec: EngineSpec, grid: Grid) -> None:
+        self._measured, self._spec, self._grid = measured, spec, grid
         self._numbers = count()
-        self._capacity = rank.layout.num_blocks * rank.layout.block_tokens
+        self._capacity = measured.layout.num_blocks * measured.layout.block_tokens
 
     def prefills(self, report: Callable[[str], None]) -> list[PrefillPoint]:
-        longest = min(self._rank.max_model_tokens - 2, self._capacity - 2)
+        longest = min(self._measured.max_model_tokens - 2, self._capacity - 2)
         found = []
         for chunk in self._grid.chunks:
             chunks = min(CHUNKS_OF_A_PROMPT, longest // chunk)
             seconds: dict[int, list[float]] = defaultdict(list)
             for _ in range(REPEATS if chunks else 0):
-                engine = self._engine(chunk)
+                engine = self._measured.engine(chunk)
                 self._add(engine, chunk * chunks, output_tokens=1)
                 for number in range(chunks):
                     seconds[number * chunk].append(_timed(engine))
@@ -89,12 +75,10 @@ class Profiler:
     def decodes(self, report: Callable[[str], None]) -> list[DecodePoint]:
         found = []
         for batch, context in self._decode_grid():
-            engine = self._engine(batch * context)
-            for _ in range(batch):
-                self._add(engine, context, output_tokens=DECODE_STEPS + 2)
-            engine.step()  # prefills all prompts
+            engine = self._measured.engine(batch * context)
+            begun = self._begin(engine, batch, context)
             took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
-            found.append(DecodePoint(batch, batch * (context + DECODE_STEPS // 2), took))
+            found.append(DecodePoint(batch, begun + batch * (DECODE_STEPS // 2), took))
             report(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
         if not found:
             raise ConfigError(
@@ -105,7 +89,7 @@ class Profiler:
 
     def mask_s_per_row(self, report: Callable[[str], None]) -> float | None:
         """Seconds that a row with a grammar adds to a decode step; None if the model's vocabulary takes no grammar."""
-        engine = self._rank.engine  # only this one has a compiler of grammars
+        engine = self._measured.constrained
         batch = max(1, min(MASKED_BATCH, self._spec.max_running_requests, self._capacity // (2 * MIXED_PROMPT)))
         took: dict[str | None, list[float]] = {None: [], MASK_GRAMMAR: []}
         for grammar in (None, MASK_GRAMMAR) * MASK_RUNS:
@@ -113,8 +97,7 @@ class Profiler:
                 self._add(engine, MIXED_PROMPT // 2, output_tokens=3 * MASKED_STEPS, grammar=grammar)
             ended = [end for _ in range(MASKED_STEPS) for end in engine.step().ended]  # prompts, compiling, first masks
             took[grammar] += [_timed(engine) for _ in range(MASKED_STEPS // 2)]
-            while engine.has_work:
-                engine.step()
+            _finish(engine)
             if any(end.error is not None for end in ended):
                 report("masks not measured: no grammar can be used with this vocabulary")
                 return None
@@ -124,41 +107,62 @@ class Profiler:
 
     def mixed_s(self) -> float:
         """Seconds for one step with several prompts and the decode steps that follow."""
-        longest = min(self._rank.max_model_tokens - MIXED_STEPS - 2, self._capacity // MIXED_BATCH - MIXED_STEPS - 2)
-        engine = self._engine(MIXED_BATCH * MIXED_PROMPT)
+        longest = min(self._measured.max_model_tokens, self._capacity // MIXED_BATCH) - MIXED_STEPS - 2
+        engine = self._measured.engine(MIXED_BATCH * MIXED_PROMPT)
         for _ in range(MIXED_BATCH):
             self._add(engine, max(1, min(MIXED_PROMPT, longest)), output_tokens=MIXED_STEPS + 1)
         return sum(_timed(engine) for _ in range(MIXED_STEPS + 1))
 
     def _decode_grid(self) -> Iterator[tuple[int, int]]:
         """(batch, context) pairs that fit the KV pool and the model's context."""
-        block = self._rank.layout.block_tokens
+        block = self._measured.layout.block_tokens
         for batch in self._grid.batches:
             for context in self._grid.contexts:
-                needed = context + DECODE_STEPS + 2 + block
-                if batch * needed <= self._capacity and needed < self._rank.max_model_tokens:
+                needed = context + self._prompt_steps(batch, context) + DECODE_STEPS + 1 + block
+                if batch * needed <= self._capacity and needed < self._measured.max_model_tokens:
                     yield batch, context
 
-    def _engine(self, step_tokens: int) -> TandemEngine:
-        scheduler = Scheduler(
-            BlockPool(self._rank.layout.num_blocks),
-            block_tokens=self._rank.layout.block_tokens,
-            max_running_requests=max(self._grid.batches),
-            max_step_tokens=step_tokens,
-            max_model_tokens=self._rank.max_model_tokens,
-        )
-        return TandemEngine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
+    def _begin(self, engine: Engine, batch: int, context: int) -> int:
+        """Computes the prompts of a batch, the first of which may decode meanwhile. Returns the tokens in its KV."""
+        answer = self._prompt_steps(batch, context) + DECODE_STEPS + 1
+        names = {self._add(engine, context, output_tokens=answer) for _ in range(batch)}
+        tokens = 0
+        while names:
+            made = [token.request_id for token in _step(engine).tokens]
+            names.difference_update(made)
+            tokens += len(made)
+        return batch * (context - 1) + tokens
 
-    def _add(self, engine: TandemEngine, prompt_tokens: int, output_tokens: int, grammar: str | None = None) -> None:
+    def _prompt_steps(self, batch: int, context: int) -> int:
+        """At most so many compute a batch's prompts."""
+        most = self._measured.most_step_tokens
+        return 1 if most is None or batch * context <= most else math.ceil(batch * context / (most - batch)) + 1
+
+    def _add(self, engine: Engine, prompt_tokens: int, output_tokens: int, grammar: str | None = None) -> str:
+        """Returns its id."""
         number = next(self._numbers)
-        vocab = self._rank.config.vocab_size
+        vocab = self._measured.vocab_size
         prompt = tuple((number + 7 * position) % vocab for position in range(prompt_tokens))
         sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, grammar=grammar)
         engine.add(EngineRequest(str(number), prompt, sampling, HashKey("profile"), use_prefix_cache=False))
+        return str(number)
 
 
-def _timed(engine: TandemEngine) -> float:
+def _finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def _timed(engine: Engine) -> float:
     """Seconds of one step. It ends with the logits on the host, so no device work is still running."""
     started_s = time.perf_counter()
-    engine.step()
+    _step(engine)
     return time.perf_counter() - started_s
+
+
+def _step(engine: Engine) -> StepResult:
+    """Raises ConfigError if a request fails: nothing was measured."""
+    result = engine.step()
+    if (failed := next((end.error for end in result.ended if end.error is not None), None)) is not None:
+        raise ConfigError(f"a step could not be measured: {failed.message}")
+    return result

@@ -76,7 +76,7 @@ class VllmEngine:
         self._executor: RankExecutor = core.model_executor
         self._scheduler: TandemScheduler = core.scheduler
         self._shared = shared
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_model_tokens = max_model_tokens
         self._block_tokens: int = core.vllm_config.cache_config.block_size
         self._held: dict[str, _Held] = {}
@@ -191,8 +191,8 @@ class VllmEngine:
             )
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            raise InputError(f"{field}: expected token ids from 0 to {self._vocab_size - 1}", field=field)
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            raise InputError(f"{field}: expected token ids from 0 to {self.vocab_size - 1}", field=field)
 
     # --- adapters
 
@@ -295,6 +295,10 @@ class VllmEngine:
         needs = blocks_for(request.num_tokens + 1, self._block_tokens)
         error = KvExhausted(f"{request.num_tokens} tokens need {needs} of {counts.total} KV blocks: retry later")
         ended.append(RequestEnd(request.request_id, error=error))
+
+    def limit_steps(self, tokens: int) -> None:
+        """For measuring: below the limit that it started with."""
+        self._scheduler.max_num_scheduled_tokens = tokens
 
     def collect(self) -> float | None:
         return None

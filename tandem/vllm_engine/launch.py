@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker's ranks share the machine with others
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rank's process runs the engine
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # ours have 128 bits
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # as ours
     "VLLM_NO_USAGE_STATS": "1",
 }
 

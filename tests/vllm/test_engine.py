@@ -411,3 +411,15 @@ def test_a_reserved_prompt_is_scored_elsewhere(engine: VllmEngine) -> None:
     engine.join(request.request_id, 7)
     while engine.has_work:
         assert not engine.step().prompt_scores
+
+
+def test_steps_are_as_small_as_a_profile_asks_for(engine: VllmEngine) -> None:
+    engine.limit_steps(24)
+    try:
+        engine.add(made(random_prompt(100, VOCAB, 4), 1))
+        computed = []
+        while engine.has_work:
+            computed.append(engine.step().work.prefill_tokens)
+    finally:
+        engine.limit_steps(ENGINE.max_step_tokens)
+    assert computed == [24, 24, 24, 24, 4]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cluster.profiling.profiler import build_alone
+from cluster.profiling.measured import build_alone
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import resolve
 from tandem.config.engine import EngineSpec

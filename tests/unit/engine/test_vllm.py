@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.profiling.profiler import build_alone
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -89,12 +87,6 @@ def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_setting_of_the_other_engine_is_refused_by_name(given_: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         EngineSpec.model_validate(given_)
-
-
-def test_only_tandems_engine_is_profiled() -> None:
-    spec = EngineSpec(kind="vllm", block_tokens=32)
-    with pytest.raises(ConfigError, match="expected tandem"), build_alone(Path("none"), spec):
-        pass
 
 
 def test_vllms_own_settings_are_kept() -> None:

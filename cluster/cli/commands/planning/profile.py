@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from cluster.profiling.measured import build_alone
 from cluster.profiling.neighbour import neighbours
-from cluster.profiling.profiler import Grid, Profiler, build_alone
+from cluster.profiling.profiler import Grid, Profiler, open_profiler
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
@@ -41,8 +42,8 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     continuous = {"batching": "continuous", "batching_window_s": None}
     engine = resolved.spec.engine_of(Role.DECODE).model_copy(update=continuous)
     link = find_device(device).link.shape()
-    with build_alone(resolved.folder, engine.model_copy(update={"speculation": "none"})) as rank:
-        profiler = Profiler(rank, engine, grid or Grid())
+    plain = engine.model_copy(update={"speculation": "none"})
+    with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
         masks_s = profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
