@@ -5,6 +5,8 @@ What begins with an underscore in vLLM is private to it: tests/vllm/test_contrac
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from tandem.engine.step_work import NO_WORK, StepWork
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.vllm_engine.connector import SHARED, Shared
+
+ADAPTER_WAIT_S = 1.0
 
 
 class _KeptEvents(EventPublisher):  # type: ignore[misc]
@@ -50,6 +54,9 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         self._cached_blocks = 0
         self.preemptions = 0
         self.planned = Planned()
+        self._short_since_s: dict[str, float] = {}  # of waiting requests, when there was first no room for an adapter
+        self._making_way_s = math.inf  # of requests that came later, none for an adapter starts
+        self._counted, self._adapters = -1, set[int]()  # of so many running requests
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
@@ -101,23 +108,51 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """An exported prompt gets all of its blocks with its first chunk."""
-        if request.request_id in self.requests and self._is_one_adapter_too_many(request):
-            return None  # it waits
         if request.request_id in self._shared.exports:
             computed = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
             kwargs["num_lookahead_tokens"] = max(request.num_tokens - computed - num_new_tokens, 0)
         return self._allocate(request, num_new_tokens, *args, **kwargs)
 
-    def _is_one_adapter_too_many(self, request: Request) -> bool:
-        """vLLM counts the adapters of those that it has planned in this step; the next one may plan all that run."""
-        if request.lora_request is None:
-            return False
-        running = {each.lora_request.lora_int_id for each in self.running if each.lora_request is not None}
-        return request.lora_request.lora_int_id not in running and len(running) >= self.lora_config.max_loras
-
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         """Those of an exported prompt are read by transfer agents, so it is never preempted."""
         return request.request_id not in self._shared.exports and super()._request_blocks_can_be_freed(request)
+
+    # --- adapters
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a waiting request may start. vLLM counts only the adapters that it has planned in this step; the next
+        one may plan all that run."""
+        return super()._handle_blocked_waiting_request(request) and not self._waits_for_an_adapter(request)
+
+    def _waits_for_an_adapter(self, request: Request) -> bool:
+        if (adapter := request.lora_request) is None:
+            return False
+        return request.arrival_time > self._making_way_s or self._is_one_too_many(adapter.lora_int_id)
+
+    def _is_one_too_many(self, adapter: int) -> bool:
+        if len(self.running) != self._counted:  # within a step, running requests only become more
+            self._counted = len(self.running)
+            self._adapters = {each.lora_request.lora_int_id for each in self.running if each.lora_request is not None}
+        return adapter not in self._adapters and len(self._adapters) >= self.lora_config.max_loras
+
+    def _make_way(self) -> None:
+        """While a request has long waited for room for its adapter, no later one for an adapter starts: else those that
+        run would be asked for again and again, and none would make room."""
+        if self.lora_config is None:
+            return
+        self._counted = -1
+        now_s, before = time.monotonic(), self._short_since_s
+        self._short_since_s = {}
+        self._making_way_s = math.inf
+        for request in (*self.kv_holding_waiting, *self.waiting):
+            if request.lora_request is None or request.request_id in self._reserved:
+                continue
+            since_s = before.get(request.request_id)
+            if since_s is None and not self._is_one_too_many(request.lora_request.lora_int_id):
+                continue
+            self._short_since_s[request.request_id] = since_s = now_s if since_s is None else since_s
+            if now_s - since_s > ADAPTER_WAIT_S:
+                self._making_way_s = min(self._making_way_s, request.arrival_time)
 
     # --- steps
 
@@ -133,6 +168,7 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
             # nothing behind the request that lacks a block is computed.
             is_short = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
             self.running.sort(key=lambda request: (request.request_id in exports) != is_short)
+        self._make_way()
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if len(all_tokens := self.requests[new.req_id].all_token_ids) > len(new.prompt_token_ids):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.control.controller import Controller
-from cluster.keeper.keeper import Keeper
-from cluster.spec.changes import SpecSource
-from cluster.spec.resolve import resolve, with_free_ports
-from tandem.config.spec import ClusterSpec
+from cluster.testing.running import ON_FREE_PORTS, running
 from tandem.errors import CheckpointError, ConfigError
 from tandem.request import SamplingParams
 from tandem.testing.adapters import write_adapter, write_merged
@@ -26,7 +24,6 @@ from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 from tests.vllm.conftest import VOCAB
-from worker.testing.session import assert_conserved, open_session
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),  # one cluster serves all
@@ -49,12 +46,12 @@ class Site:
     async def apply(self) -> tuple[str, ...]:
         return await self.controller.applier.apply(yaml.safe_dump(self.source), dry_run=False)
 
-    async def ask(self, model: str, prompt: list[int]) -> tuple[str, int]:
+    async def ask(self, model: str, prompt: list[int], tokens: int = TOKENS) -> tuple[str, int]:
         """The answer, and how many tokens of the prompt were cached."""
         async with openai.AsyncOpenAI(
             base_url=f"http://{self.controller.http_address}/v1", api_key="none", max_retries=0, timeout=LONG_S
         ) as client:
-            done = await client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, temperature=0.0)
+            done = await client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0.0)
         assert done.model == model
         assert done.usage is not None
         assert done.usage.prompt_tokens_details is not None
@@ -98,28 +95,11 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
                 "adapters": [{"name": name, "source": str(folder / name)} for name in NAMES],
             }
         ],
-        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-        "control": {"admin_port": 0, "backend": "subprocess"},
+        "router": ON_FREE_PORTS["router"] | {"disaggregation": "always"},
+        "control": ON_FREE_PORTS["control"],
     }
-    spec, keeper = ClusterSpec.model_validate(source), Keeper(folder / "logs")
-    controller = Controller(
-        with_free_ports(resolve(spec, lambda what: None)),
-        SubprocessBackend(keeper),
-        keeper,
-        folder / "run",
-        folder / "logs",
-        SpecSource(spec, {}),
-    )
-    try:
-        await controller.start()
-        await controller.wait_ready(lambda what: None)
+    async with running(source, folder) as controller:
         yield Site(folder, model, controller, source)
-        for slot in controller.workers.slots.values():
-            assert slot.info is not None
-            async with open_session(slot.info.address) as session:
-                await assert_conserved(session)
-    finally:
-        await controller.close()
 
 
 async def test_twenty_adapters_answer_at_once_each_with_its_own_weights(site: Site) -> None:
@@ -128,6 +108,22 @@ async def test_twenty_adapters_answer_at_once_each_with_its_own_weights(site: Si
     expected = [site.expected(name) for name in names]
     assert len({tuple(each) for each in expected}) == len(names), "no two adapters answer alike"
     assert dict(zip(names, found, strict=True)) == dict(zip(names, expected, strict=True))
+
+
+async def test_an_adapter_gets_room_though_others_are_asked_for_without_a_pause(site: Site) -> None:
+    """Three run at once. Each of these always has an answer that runs, so none makes room by itself."""
+    asking = [
+        asyncio.create_task(answers_until_stopped(site, name, tokens=100 + 7 * number))
+        for name in NAMES[:3]
+        for number in range(3)
+    ]
+    await asyncio.sleep(2.0)
+    async with asyncio.timeout(LONG_S):
+        found = await site.answers(NAMES[9])
+    assert not any(task.done() for task in asking)
+    for task in asking:
+        task.cancel()
+    assert found == site.expected(NAMES[9])
 
 
 async def test_cached_blocks_are_of_one_adapter(site: Site) -> None:
@@ -159,10 +155,10 @@ async def test_an_adapter_replaced_under_its_name_answers_with_its_new_weights(s
     assert (await site.ask(kept, prompt))[1] > 0, "others keep their blocks"
 
 
-async def answers_until_stopped(site: Site, name: str) -> None:
+async def answers_until_stopped(site: Site, name: str, tokens: int = TOKENS) -> None:
     """Raises the first error of a client."""
     while True:
-        await site.ask(name, PROMPTS[0])
+        await site.ask(name, PROMPTS[0], tokens)
 
 
 async def test_adapters_are_added_and_removed_while_others_answer(site: Site) -> None:
@@ -183,6 +179,22 @@ async def test_adapters_are_added_and_removed_while_others_answer(site: Site) ->
         await site.ask(removed["name"], PROMPTS[0])
     assert not asking.done()
     asking.cancel()
+
+
+async def test_a_worker_whose_second_rank_died_comes_back_with_its_adapters(site: Site) -> None:
+    slot = site.controller.workers.slots["decode-0"]
+    epoch, name = slot.epoch, NAMES[7]
+    rank = next(each.pid for each in await slot.processes() if each.name == "rank-1")
+    asked = [asyncio.create_task(site.ask(name, PROMPTS[-1], 300)) for _ in range(2)]
+    async with asyncio.timeout(LONG_S):
+        while not (state := await site.controller.workers.state(slot)) or not state.load.running_requests:
+            await asyncio.sleep(0.02)
+        os.kill(rank, signal.SIGKILL)
+        first, second = await asyncio.gather(*asked)
+        assert first[0] == second[0]
+        assert first[0].startswith(site.expected(name)[-1])
+        assert slot.epoch != epoch
+        assert await site.answers(NAMES[8]) == site.expected(NAMES[8])
 
 
 async def test_adapters_that_do_not_fit_are_refused_by_name_and_change_nothing(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError
 from tandem.vllm_engine import launch
+from tests.vllm.conftest import ENGINE
 
 if TYPE_CHECKING:
     from tandem.vllm_engine.rank import VllmRank
@@ -65,8 +67,10 @@ def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
     assert parameters(Scheduler._preempt_request) >= {"self", "request", "timestamp"}
     assert parameters(Scheduler._request_blocks_can_be_freed) == {"self", "request"}
     assert parameters(Scheduler._free_blocks) == {"self", "request"}
+    assert parameters(Scheduler._handle_blocked_waiting_request) == {"self", "request"}
     assert parameters(Scheduler._inflight_prefill_reserved_blocks) == {"self"}
     assert scheduler.defer_block_free is False, "steps overlap"
+    assert scheduler.max_num_scheduled_tokens == ENGINE.max_step_tokens
     manager = scheduler.kv_cache_manager
     assert parameters(type(manager).allocate_slots) >= {
         "num_new_tokens",
@@ -98,6 +102,7 @@ def test_a_request_has_what_is_used_of_it(rank: VllmRank) -> None:
     assert request.prefill_stats is not None
     assert (request.num_prompt_tokens, request.num_computed_tokens, request.num_preemptions) == (2, 0, 0)
     assert not request.is_prefill_chunk
+    assert request.arrival_time == pytest.approx(time.time(), abs=60)
     request.append_output_token_ids([3])
     assert list(request.all_token_ids) == [1, 2, 3]
 
