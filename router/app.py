@@ -95,7 +95,7 @@ class RouterApp:
         self.metrics.watch_core(core)
         self.metrics.watch_classes(spec.classes)
         if launch.observability.metrics.model_server_protocol:
-            self._registry.register(ModelServerCollector(core, self.dispatcher.fleet))
+            self._registry.register(ModelServerCollector(core, self.dispatcher.fleet, self.metrics))
         self.observers = Observers(
             core.facts, core, self.dispatcher.fleet, self.metrics, self.feed, spec.classes, self._export
         )

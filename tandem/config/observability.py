@@ -79,8 +79,9 @@ class MetricsSpec(Frozen):
     enabled: bool = Field(True, description="false: the routers keep no metrics and do not serve /metrics.")
     model_server_protocol: bool = Field(
         False,
-        description="Also the three gauges that the Gateway API's endpoint picker looks for, under vLLM's names "
-        "(`vllm:num_requests_waiting`, `vllm:num_requests_running`, `vllm:kv_cache_usage_perc`).",
+        description="Also metrics under vLLM's names: the three gauges that the Gateway API's endpoint picker looks "
+        "for (`vllm:num_requests_waiting`, `vllm:num_requests_running`, `vllm:kv_cache_usage_perc`), and those of "
+        "latencies and tokens.",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -76,6 +76,17 @@ class _Family(Collector, Generic[Child]):
         `increase()` see the first event only if there was a sample before it."""
         for each in itertools.product(*values):
             self.labels(*map(str, each))
+
+    def renamed(self, name: str, labels: Mapping[str, str], **only: str) -> Metric:
+        """The family under another name and other names of labels. `only`: children with these values, which the result
+        then has no labels for."""
+        (family,) = self.collect()
+        found = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            if all(sample.labels[label] == value for label, value in only.items()):
+                kept = {labels.get(label, label): value for label, value in sample.labels.items() if label not in only}
+                found.add_sample(name + sample.name.removeprefix(family.name), kept, sample.value)
+        return found
 
     def _new(self) -> Child:
         raise NotImplementedError

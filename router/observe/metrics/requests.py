@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 
 from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
@@ -48,6 +49,7 @@ _TTFT_STAGE_SECONDS = (*_STAGE_SECONDS, 30.0, 60.0, 120.0, 300.0)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.97, 0.99, 1.0)
 _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_VLLM_LABELS = {"model": "model_name"}
 
 
 class RouterMetrics:
@@ -251,6 +253,23 @@ class RouterMetrics:
 
     def _moved(self, run: RequestRun, result: str) -> None:
         self._moves.labels(self._label(run.request.model), result).inc()
+
+    def under_vllms_names(self) -> Iterator[Metric]:
+        for family, name in (
+            (self._ttft, "vllm:time_to_first_token_seconds"),
+            (self._itl, "vllm:inter_token_latency_seconds"),
+            (self._tpot, "vllm:request_time_per_output_token_seconds"),
+            (self._queue, "vllm:request_queue_time_seconds"),
+            (self._total, "vllm:e2e_request_latency_seconds"),
+        ):
+            yield family.renamed(name, _VLLM_LABELS)
+        for kind, name in (
+            ("prompt", "vllm:prompt_tokens"),
+            ("completion", "vllm:generation_tokens"),
+            ("prompt", "vllm:prefix_cache_queries"),
+            ("cached", "vllm:prefix_cache_hits"),
+        ):
+            yield self._tokens.renamed(name, _VLLM_LABELS, kind=kind)
 
     def set_workers(self, *, prefill: int, decode: int) -> None:
         self._workers.labels("prefill").set(prefill)

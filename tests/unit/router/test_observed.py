@@ -259,6 +259,21 @@ def test_the_format_of_logs_is_chosen(capsys: pytest.CaptureFixture[str]) -> Non
         root.setLevel(level)
 
 
+VLLM_NAMES = {
+    "vllm:time_to_first_token_seconds_count": "tandem_ttft_seconds_count",
+    "vllm:time_to_first_token_seconds_sum": "tandem_ttft_seconds_sum",
+    "vllm:inter_token_latency_seconds_count": "tandem_itl_seconds_count",
+    "vllm:request_time_per_output_token_seconds_sum": "tandem_tpot_seconds_sum",
+    "vllm:request_queue_time_seconds_sum": "tandem_queue_seconds_sum",
+    "vllm:e2e_request_latency_seconds_sum": "tandem_e2e_seconds_sum",
+    'vllm:e2e_request_latency_seconds_bucket{le="300.0",': 'tandem_e2e_seconds_bucket{le="300.0",',
+    "vllm:prompt_tokens_total": 'tandem_tokens_total{kind="prompt"',
+    "vllm:generation_tokens_total": 'tandem_tokens_total{kind="completion"',
+    "vllm:prefix_cache_queries_total": 'tandem_tokens_total{kind="prompt"',
+    "vllm:prefix_cache_hits_total": 'tandem_tokens_total{kind="cached"',
+}
+
+
 PICKED = ObservabilitySpec(metrics=MetricsSpec(model_server_protocol=True))
 PICKER_NAMES = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 
@@ -281,3 +296,14 @@ async def test_an_endpoint_picker_finds_the_gauges_that_it_looks_for(
         assert found["vllm:num_requests_waiting"] + found["vllm:num_requests_running"] == 1
         assert 0 <= found["vllm:kv_cache_usage_perc"] < 1
     ask.cancel()
+
+
+@pytest.mark.parametrize("observability", [PICKED], indirect=True, ids=["on"])
+async def test_what_reads_vllms_metrics_finds_tandems(cluster: Cluster) -> None:
+    cluster.prefill.behaviour.cached_tokens = 1
+    assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
+    for theirs, ours in VLLM_NAMES.items():
+        assert cluster.metric(theirs) == cluster.metric(ours) > 0, theirs
+    lines = (await cluster.http.get("/metrics")).text.splitlines()
+    labelled = [line for line in lines if line.startswith("vllm:") and "{" in line]
+    assert all('model_name="tiny"' in line and "kind=" not in line for line in labelled)
