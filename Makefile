@@ -87,7 +87,7 @@ format: $(DEV)  ## Format the code and fix what ruff can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
+proto: $(DEV)  ## Generate tandem/v1, tandem/oip and tandem/vllm_api from proto/
 	@PYTHON=$(BIN)/python scripts/generate-proto.sh
 
 docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come from code

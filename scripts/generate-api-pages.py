@@ -33,9 +33,9 @@ GRPC_INTRODUCTION = f"""\
 
 {NOTE}
 
-Generated from [`proto/`](../proto). Clients call `tandem.v1.Inference` and the [Open Inference Protocol](api.md) on the
-router's gRPC port; only the controller calls `tandem.v1.Traces` there. The controller serves `tandem.v1.Cluster`, and
-workers serve `tandem.v1.Worker` to routers. Fields are added, never renumbered.
+Generated from [`proto/`](../proto). Clients call `tandem.v1.Inference`, the [Open Inference Protocol](api.md#grpc) or
+`vllm.Inference` on the router's gRPC port; only the controller calls `tandem.v1.Traces` there. The controller serves
+`tandem.v1.Cluster`, and workers serve `tandem.v1.Worker` to routers. Fields are added, never renumbered.
 """
 
 HTTP_INTRODUCTION = f"""\
@@ -90,8 +90,10 @@ def _anchor(name: str) -> str:
 
 
 def _link(full_name: str) -> str:
-    """A link to a type, shown by its last name."""
+    """A link to a type, shown by its last name. Those of protobuf itself are not on the page."""
     shown = full_name.rsplit(".", 1)[1]
+    if full_name.startswith(".google."):
+        return f"`{full_name.strip('.')}`"
     return f"[`{shown}`](#{_anchor(full_name)})"
 
 

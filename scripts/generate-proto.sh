@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates tandem/v1 and tandem/oip from proto/tandem. --check: writes nothing; fails if the committed files differ.
+# Generates tandem/v1, tandem/oip and tandem/vllm_api from proto/tandem. --check: writes nothing; fails if the committed files differ.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -7,7 +7,7 @@ bin=$(dirname "$(command -v "$python")")
 out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
 PATH="$bin:$PATH" "$python" -m grpc_tools.protoc -Iproto --python_out="$out" --mypy_out="$out" \
   --grpc_python_out="$out" --mypy_grpc_out="$out" proto/tandem/*/*.proto
-for package in v1 oip; do
+for package in v1 oip vllm_api; do
   touch "$out/tandem/$package/__init__.py"
   if [ "${1:-}" = --check ]; then
     diff -ru --exclude=__pycache__ "tandem/$package" "$out/tandem/$package" \

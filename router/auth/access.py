@@ -44,6 +44,8 @@ _OIP = (
 GRPC_ACCESS: Mapping[str, AccessLevel] = {
     **{f"/tandem.v1.Inference/{name}": AccessLevel.CALLER for name in _INFERENCE},
     **{f"/inference.GRPCInferenceService/{name}": AccessLevel.CALLER for name in _OIP},
+    "/vllm.Inference/Generate": AccessLevel.CALLER,
+    "/vllm.Inference/GenerateStream": AccessLevel.CALLER,
     "/inference.GRPCInferenceService/ModelStatistics": AccessLevel.ADMIN,  # of all tenants
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AccessLevel.CALLER,
     "/grpc.health.v1.Health/Check": AccessLevel.PUBLIC,

@@ -1,4 +1,4 @@
-"""The gRPC edge: tandem.v1.Inference, the Open Inference Protocol, health checking and reflection."""
+"""`tandem.v1.Inference`, the gRPC contract of Tandem's own."""
 
 from __future__ import annotations
 

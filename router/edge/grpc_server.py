@@ -22,6 +22,8 @@ from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge, StatisticsOf
 from router.edge.tls import EdgeTls
+from router.edge.vllm_inference import SERVICE as VLLM_SERVICE
+from router.edge.vllm_inference import VllmEdge
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import KeyedAnswers
 from router.service import RouterService
@@ -30,7 +32,9 @@ from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
+from tandem.vllm_api.inference_pb2_grpc import add_InferenceServicer_to_server as add_VllmServicer_to_server
 
+GENERATING = (SERVICE, OIP_SERVICE, VLLM_SERVICE)
 MAX_GENERATE_CALLS = 256  # with more, grpc.aio was seen to cancel calls itself
 MAX_CALLS = 512
 MAX_STREAMS = 256  # that take several messages, mostly idle; each may hold one that is unfinished
@@ -110,6 +114,7 @@ class GrpcServer:
         keyed_calls = KeyedCalls(keyed, service)
         add_InferenceServicer_to_server(InferenceEdge(service, limit, keyed_calls, pauses), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit, keyed_calls, statistics), guarded)
+        add_VllmServicer_to_server(VllmEdge(service, limit, keyed_calls, pauses), guarded)
         # With limits of their own, so that requests cannot displace probes and the controller.
         separate = guard(MAX_OPEN_CALLS, admit=traces.check)
         add_TracesServicer_to_server(traces, separate)
@@ -119,7 +124,7 @@ class GrpcServer:
         public = guard(MAX_CALLS, arrivals=arrivals, streams=streams, answers=streams)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, public)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
+        names = (*GENERATING, health_name, reflection.SERVICE_NAME)
         add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), public)
 
     def _listen(self, address: str, field: str, tls: EdgeTls | ClusterTls | None) -> int:
@@ -140,7 +145,7 @@ class GrpcServer:
     async def set_ready(self, ready: bool) -> None:
         """Sets the health status of the whole server and of each service that generates."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE, OIP_SERVICE):
+        for name in ("", *GENERATING):
             await self._health.set(name, status)
 
     async def close(self) -> None:

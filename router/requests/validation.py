@@ -153,6 +153,10 @@ class ServingModel:
             partial(GrammarCompiler.load, Path(served.model_dir), config.vocab_size, sorted(self._eos))
         )
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos
+
     def with_adapter(self, name: str, fingerprint: str) -> ServingModel:
         """The same model, which answers with an adapter."""
         adapted = copy(self)

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
+from tandem.vllm_api import inference_pb2 as vllm_pb2
 from tests.e2e.conftest import Cluster
 from worker.wire import PROTOCOL_VERSION
 
@@ -45,6 +46,7 @@ OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMP
 ROUTER_SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"],
     grpc_predict_v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+    vllm_pb2.DESCRIPTOR.services_by_name["Inference"],
     trace_pb2.DESCRIPTOR.services_by_name["Traces"],
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from tandem.errors import InputError
 
 MAX_FIELDS = 1 << 15  # including those of submessages
+MAX_DEPTH = 100  # of messages in messages, as protobuf's own limit
 MAX_PACKED = 1 << 20  # numbers in packed fields, mostly token ids
 _SMALL_BYTES = 16 << 10  # a smaller message is harmless whatever its content
 
@@ -49,7 +50,9 @@ class _Walk:
         self._data = data
         self._fields = self._packed = 0
 
-    def message(self, at: int, end: int, kind: Descriptor) -> None:
+    def message(self, at: int, end: int, kind: Descriptor, depth: int = 1) -> None:
+        if depth > MAX_DEPTH:
+            raise InputError(f"message: expected at most {MAX_DEPTH} messages in each other")
         fields = _fields(kind)
         while at < end:
             self._fields += 1
@@ -67,14 +70,14 @@ class _Walk:
                     size, at = self._varint(at, end)
                     stop = min(end, at + size)
                     if tag >> 3 in fields:
-                        self._part(at, stop, fields[tag >> 3])
+                        self._part(at, stop, fields[tag >> 3], depth)
                     at = stop
                 case _:
                     raise InputError("message: expected no groups")
 
-    def _part(self, at: int, end: int, field: _Field) -> None:
+    def _part(self, at: int, end: int, field: _Field, depth: int) -> None:
         if field is not None:
-            self.message(at, end, field)
+            self.message(at, end, field, depth + 1)
             return
         # The last byte of each varint has its high bit clear. Numbers of fixed size are overcounted up to eightfold.
         self._packed += int(np.count_nonzero(np.frombuffer(self._data, np.uint8, end - at, at) < 0x80))

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from google.protobuf import struct_pb2
 
 from router.edge.controller_api import SECRET_KEY
 from router.testing.bodies import CHAT_HEAD, HEAD, items, multiplying_bodies
@@ -17,6 +18,7 @@ from tandem.config.router import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb
+from tandem.vllm_api import inference_pb2 as vllm_pb2
 from tests.unit.router.conftest import SECRET, Cluster
 
 MODEL = "tiny"
@@ -86,6 +88,16 @@ def inside(kind: Any, name: str, content: bytes) -> bytes:
     return field(number_of(kind, name), content)
 
 
+def nested(levels: int) -> bytes:
+    """A `google.protobuf.Struct` of lists in lists."""
+    value = b""
+    for _ in range(levels):
+        value = inside(struct_pb2.Value, "list_value", inside(struct_pb2.ListValue, "values", value))
+    entry = struct_pb2.Struct.DESCRIPTOR.fields_by_name["fields"].message_type
+    assert entry is not None
+    return inside(struct_pb2.Struct, "fields", field(int(entry.fields_by_name["value"].number), value))
+
+
 _MANY = 2 * MIB - 1000
 _TENSOR = oip.ModelInferRequest.InferInputTensor
 MULTIPLYING = {
@@ -98,6 +110,17 @@ MULTIPLYING = {
         inside(pb.GenerateRequest, "prompt", b"x") + b"\x78\1" * _MANY,  # unknown
         inside(pb.GenerateRequest, "prompt", b"x") + b"\x0b" * _MANY,  # groups in groups
         inside(pb.GenerateRequest, "prompt", b"x") + b"\xff" * _MANY,
+    ],
+    "/vllm.Inference/Generate": [
+        inside(vllm_pb2.GenerateRequest, "text", b"x" * 20_000)
+        + inside(vllm_pb2.GenerateRequest, "kv", inside(vllm_pb2.KVCacheParameters, "kv_transfer_params", nested(400))),
+        inside(vllm_pb2.GenerateRequest, "media", b"") * _MANY,
+        inside(vllm_pb2.GenerateRequest, "stopping", inside(vllm_pb2.StoppingCriteria, "stop_strings", b"") * _MANY),
+        inside(
+            vllm_pb2.GenerateRequest,
+            "decoding",
+            inside(vllm_pb2.DecodingParameters, "bad_words_token_ids", b"") * _MANY,
+        ),
     ],
     "/inference.GRPCInferenceService/ModelInfer": [
         inside(oip.ModelInferRequest, "inputs", b"") * _MANY,

@@ -23,6 +23,7 @@ from router.edge.openapi import openapi_document
 from router.service import RouterService
 from tandem.oip import grpc_predict_v2_pb2
 from tandem.v1 import inference_pb2, trace_pb2
+from tandem.vllm_api import inference_pb2 as vllm_pb2
 from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
 
@@ -34,6 +35,7 @@ SERVICES = [
         (inference_pb2, "Inference"),
         (trace_pb2, "Traces"),
         (grpc_predict_v2_pb2, "GRPCInferenceService"),
+        (vllm_pb2, "Inference"),
         (health_pb2, "Health"),
         (reflection_pb2, "ServerReflection"),
     )
