@@ -95,12 +95,16 @@ class Profiler:
         for grammar in (None, MASK_GRAMMAR) * MASK_RUNS:
             for _ in range(batch):
                 self._add(engine, MIXED_PROMPT // 2, output_tokens=3 * MASKED_STEPS, grammar=grammar)
-            ended = [end for _ in range(MASKED_STEPS) for end in engine.step().ended]  # prompts, compiling, first masks
-            took[grammar] += [_timed(engine) for _ in range(MASKED_STEPS // 2)]
-            _finish(engine)
-            if any(end.error is not None for end in ended):
-                report("masks not measured: no grammar can be used with this vocabulary")
+            try:
+                for _ in range(MASKED_STEPS):  # prompts, compiling, first masks
+                    _step(engine)
+                took[grammar] += [_timed(engine) for _ in range(MASKED_STEPS // 2)]
+            except ConfigError as error:
+                report(f"masks not measured: {error.message}")
                 return None
+            finally:
+                while engine.has_work:
+                    engine.step()
         masks_s = max(0.0, statistics.median(took[MASK_GRAMMAR]) - statistics.median(took[None])) / batch
         report(f"masks: {masks_s * 1e6:.1f} µs for each constrained row")
         return masks_s
@@ -148,11 +152,6 @@ class Profiler:
         return str(number)
 
 
-def _finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
 def _timed(engine: Engine) -> float:
     """Seconds of one step. It ends with the logits on the host, so no device work is still running."""
     started_s = time.perf_counter()
@@ -164,5 +163,5 @@ def _step(engine: Engine) -> StepResult:
     """Raises ConfigError if a request fails: nothing was measured."""
     result = engine.step()
     if (failed := next((end.error for end in result.ended if end.error is not None), None)) is not None:
-        raise ConfigError(f"a step could not be measured: {failed.message}")
+        raise ConfigError(f"a request failed while it was measured: {failed.message}")
     return result
