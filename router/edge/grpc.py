@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.grpc_chat import ChatParts, chat_of, parsed_json
-from router.edge.keyed_grpc import KeyedCalls, Run, has_key
+from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.write_pauses import WritePauses
 from router.request_terms import RequestTerms
@@ -45,14 +44,7 @@ class InferenceEdge(InferenceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
-        return self._generate_once(request, context, run) if has_key(context) else run()
-
-    async def _generate_once(
-        self, request: pb.GenerateRequest, context: Any, run: Run
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        async with aclosing(self._keyed.messages(f"{SERVICE}/Generate", request, context, run)) as messages:
-            async for message in messages:
-                yield pb.GenerateResponse.FromString(message)
+        return self._keyed.answer(f"{SERVICE}/Generate", pb.GenerateResponse, request, context, run)
 
     async def _generate(
         self,

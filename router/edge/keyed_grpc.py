@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -18,7 +18,8 @@ from router.idempotency.keyed_metrics import Api
 from router.service import RouterService
 from tandem.errors import TandemError
 
-Run = Callable[[], AsyncGenerator[Message, None]]
+Answer = TypeVar("Answer", bound=Message)
+Run = Callable[[], AsyncGenerator[Answer, None]]
 
 
 def has_key(context: Any) -> bool:
@@ -30,9 +31,16 @@ class KeyedCalls:
         self._answers = answers
         self._service = service
 
-    async def messages(self, method: str, request: Message, context: Any, run: Run) -> AsyncGenerator[bytes, None]:
-        """The answer of `run`, or of the first call with this key, message by message. `run` must not use the context:
-        it may outlast the call. Raises as `run`, and as `keyed_request` and `KeyedAnswers.read`."""
+    def answer(
+        self, method: str, kind: type[Answer], request: Message, context: Any, run: Run[Answer]
+    ) -> AsyncGenerator[Answer, None]:
+        """The messages of `run`; if the call has a key, of the first call with this key. Then `run` must not use the
+        context, because it may outlast the call. Raises as `run`, and as `keyed_request` and `KeyedAnswers.read`."""
+        return self._answer(method, kind, request, context, run) if has_key(context) else run()
+
+    async def _answer(
+        self, method: str, kind: type[Answer], request: Message, context: Any, run: Run[Answer]
+    ) -> AsyncGenerator[Answer, None]:
         service, call = self._service, call_of(context)
         asked = keyed_request(
             service.cluster,
@@ -66,7 +74,7 @@ class KeyedCalls:
                 context.set_trailing_metadata(((REPLAYED, "true"),))
             while chunks or (chunks := await reader.next()):
                 for chunk in chunks:
-                    yield chunk
+                    yield kind.FromString(chunk)
                 chunks = []
         finally:
             reader.close()

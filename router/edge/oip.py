@@ -83,14 +83,13 @@ class OipEdge(GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         infer = partial(self._infer, request, header_of(context), context.time_remaining(), call_of(context))
-        if not has_key(context):
-            return await infer()
 
         async def run() -> AsyncGenerator[oip.ModelInferResponse, None]:
             yield await infer()
 
-        [whole] = [each async for each in self._keyed.messages(f"{SERVICE}/ModelInfer", request, context, run)]
-        return oip.ModelInferResponse.FromString(whole)
+        parts = self._keyed.answer(f"{SERVICE}/ModelInfer", oip.ModelInferResponse, request, context, run)
+        [whole] = [each async for each in parts]
+        return whole
 
     async def _infer(
         self,

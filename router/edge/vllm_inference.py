@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
-from router.edge.keyed_grpc import KeyedCalls, Run, has_key
+from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.vllm_messages import AnswerMessages, model_of, raw_request, with_field_of_request
 from router.edge.write_pauses import WritePauses
@@ -38,11 +37,11 @@ class VllmEdge(InferenceServicer):
 
     def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
-        return self._generate_once("GenerateStream", request, context, run) if has_key(context) else run()
+        return self._keyed.answer(f"{SERVICE}/GenerateStream", pb.GenerateResponse, request, context, run)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
-        parts = self._generate_once("Generate", request, context, run) if has_key(context) else run()
+        parts = self._keyed.answer(f"{SERVICE}/Generate", pb.GenerateResponse, request, context, run)
         whole: pb.GenerateResponse | None = None
         texts, tokens = [], 0
         async for part in parts:
@@ -56,13 +55,6 @@ class VllmEdge(InferenceServicer):
             raise InternalError("an answer without an end")
         whole.outputs.text, whole.outputs.num_tokens = "".join(texts), tokens
         return whole
-
-    async def _generate_once(
-        self, method: str, request: pb.GenerateRequest, context: Any, run: Run
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        async with aclosing(self._keyed.messages(f"{SERVICE}/{method}", request, context, run)) as messages:
-            async for message in messages:
-                yield pb.GenerateResponse.FromString(message)
 
     async def _generate(
         self,
