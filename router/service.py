@@ -37,7 +37,7 @@ MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers o
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted between two turns of the event loop: under 1 ms
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
-SHOWN_MODELS = 10  # by an error
+SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 
 
@@ -96,7 +96,7 @@ class RouterService:
             served = ", ".join(names[:SHOWN_MODELS]) or "none"
             if len(names) > SHOWN_MODELS:
                 served += f" and {len(names) - SHOWN_MODELS} more"
-            raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
+            raise ModelNotFound(f"model: expected one of {served}, got {name[:SHOWN_CHARS]!r}", field="model")
         return found
 
     def check_tokens(self, name: str, count: int, call: Call | None = None, *, field: str = "prompt") -> None:
@@ -128,9 +128,9 @@ class RouterService:
         Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
         """
         model, request = await self._parse(raw, terms, model_required, new_request_id())
-        self._check_limits([request], 1, terms)
+        self._check_limits([request], terms)
         stream = self.dispatcher.submit(model, request, terms)
-        self._count_prompts(model, [request], 1, terms)
+        self._count_prompts(model, [request], terms)
         return SubmittedRequest(request, model, stream)
 
     async def submit_all(
@@ -139,7 +139,8 @@ class RouterService:
         """Submits `choices` requests for each of `raws`; if one is refused, the others are cancelled. Raises as
         `submit`. Many are submitted in slices, between which other requests have their turns.
 
-        Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice.
+        Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice. Only
+        choice 0 gets the prompt's logprobs.
         """
         total = len(raws) * choices
         _check_predictions(raws, total)
@@ -151,7 +152,7 @@ class RouterService:
         requests = fit_logprobs([request for _, request in parsed], raws, choices)
         parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
         self._check_answers(requests, choices)
-        self._check_limits(requests, choices, terms)
+        self._check_limits(requests, terms)
         submitted: list[SubmittedRequest] = []
         slice_tokens = 0
         try:
@@ -167,7 +168,7 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._count_prompts(parsed[0][0], requests, choices, terms)
+        self._count_prompts(parsed[0][0], requests, terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(
@@ -215,21 +216,20 @@ class RouterService:
             self.rejected(requests[0].model, error)
             raise error
 
-    def _check_limits(self, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None) -> None:
+    def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         """Checks the caller's token rate before submission. Raises RateLimited."""
         if terms is None or terms.call is None:
             return
         try:
-            terms.call.check_prompt(_computed_tokens(requests, choices))
+            terms.call.check_prompt(_prompt_tokens(requests))
         except RateLimited as error:
             self.rejected(requests[0].model, error)
             raise
 
-    def _count_prompts(
-        self, model: ServingModel, requests: Sequence[ValidRequest], choices: int, terms: RequestTerms | None
-    ) -> None:
+    def _count_prompts(self, model: ServingModel, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
+        """A prompt counts once for all its choices: one of them computes it."""
         if terms is not None and terms.call is not None:
-            terms.call.add_prompt(model.name, _computed_tokens(requests, choices))
+            terms.call.add_prompt(model.name, _prompt_tokens(requests))
 
     async def tokenize(
         self, model: str, prompt: str | Chat, call: Call | None = None, *, special_tokens: bool = True
@@ -309,10 +309,8 @@ def max_logprobs(request: ValidRequest) -> int:
     return prompt + (0 if sampling.logprobs is None else (1 + sampling.logprobs) * sampling.max_tokens)
 
 
-def _computed_tokens(requests: Sequence[ValidRequest], choices: int) -> int:
-    """Prompt tokens that the answers cost: of the first choice, or of each if the prompt's logprobs are wanted."""
-    each = ((1 if request.sampling.prompt_logprobs is None else choices, request) for request in requests)
-    return sum(times * request.prompt_tokens for times, request in each)
+def _prompt_tokens(requests: Sequence[ValidRequest]) -> int:
+    return sum(request.prompt_tokens for request in requests)
 
 
 def _check_predictions(raws: Sequence[RawRequest], total: int) -> None:
@@ -345,4 +343,6 @@ def _authenticated_tenant(terms: RequestTerms | None) -> str:
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:
     sampling = replace(request.sampling, seed=(request.sampling.seed + number) % 2**64)
+    if number:
+        sampling = replace(sampling, prompt_logprobs=None)
     return structs.replace(request, request_id=request_id, sampling=sampling)

@@ -4,6 +4,7 @@ makes the others one at a time, so that a large answer delays no other and is ne
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar, cast
@@ -42,14 +43,36 @@ def one_by_one(make: Callable[[Given], Made], items: Sequence[Given], /) -> list
     return cast(list[Made], _OnDemand(make, items, 1))
 
 
-class _OnDemand:
+def kept(items: list[Made]) -> list[Made]:
+    """A list made on demand, whose JSON is made once and stays in memory."""
+    return cast(list[Made], _Kept(cast(_Listed, items)))
+
+
+def joined(first: list[Made], then: list[Made]) -> list[Made]:
+    """The items of two lists made on demand."""
+    return cast(list[Made], _Joined(cast(_Listed, first), cast(_Listed, then)))
+
+
+class _Listed(ABC):
+    """A list of which `msgspec` knows nothing."""
+
+    @abstractmethod
+    def items(self) -> Iterator[bytes]:
+        """Their JSON and the commas between them, in pieces."""
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b"["
+        yield from self.items()
+        yield b"]"
+
+
+class _OnDemand(_Listed):
     def __init__(self, make: Callable[[Given], object], items: Sequence[Given], batch: int) -> None:
         self._make = make
         self._items = items
         self._batch = batch
 
-    def pieces(self) -> Iterator[bytes]:
-        yield b"["
+    def items(self) -> Iterator[bytes]:
         for at in range(0, len(self._items), self._batch):
             made = [self._make(each) for each in self._items[at : at + self._batch]]
             if at:
@@ -58,12 +81,39 @@ class _OnDemand:
                 yield from json_pieces(made[0])
             else:
                 yield msgspec.json.encode(made)[1:-1]
-        yield b"]"
+
+
+class _Kept(_Listed):
+    def __init__(self, listed: _Listed) -> None:
+        self._listed = listed
+        self._made: list[bytes] | None = None
+
+    def items(self) -> Iterator[bytes]:
+        if self._made is not None:
+            yield from self._made
+            return
+        made = []
+        for piece in self._listed.items():
+            made.append(piece)
+            yield piece
+        self._made = made
+
+
+class _Joined(_Listed):
+    def __init__(self, first: _Listed, then: _Listed) -> None:
+        self._both = (first, then)
+
+    def items(self) -> Iterator[bytes]:
+        comma = b""
+        for listed in self._both:
+            for number, piece in enumerate(listed.items()):
+                yield piece if number else comma + piece
+                comma = b","
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
     """The JSON of an answer, as msgspec encodes it, in pieces that each take little time."""
-    if isinstance(value, _OnDemand):
+    if isinstance(value, _Listed):
         yield from value.pieces()
         return
     try:

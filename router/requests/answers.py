@@ -127,6 +127,10 @@ class Answers:
         """A prompt counts once for all its choices."""
         return sum(each.request.prompt_tokens for each in self.submitted[:: self._choices])
 
+    def first_choice(self, index: int) -> int:
+        """The first answer to the prompt of this one. Only its stream has the prompt's logprobs."""
+        return index - index % self._choices
+
     @property
     def has_prediction(self) -> bool:
         """The client sent one."""

@@ -33,7 +33,7 @@ from router.edge.openai.answer_schema import (
     PredictionTokens,
     ProposedTokens,
 )
-from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs, prompt_tokens
+from router.edge.openai.logprobs import CompletionLogprobsBuilder, PromptLogprobs, chat_logprobs
 from router.edge.openai.request_schema import UsageEvents
 from router.edge.openai.strict_model import FieldError
 from router.model_formats.events import Event, Text
@@ -41,7 +41,6 @@ from router.requests.answers import AnswerReader, Answers, Arrival, WholeAnswer
 from router.requests.output import Final, OutToken, TextPiece, Usage
 from tandem.errors import ErrorCode, TandemError
 from tandem.request import FinishReason
-from tandem.v1 import inference_pb2
 
 
 class AnswerFormat(Protocol):
@@ -289,6 +288,8 @@ class CompletionFormat:
         self._usage = UsageField(answers, usage)
         self._prompt_only = prompt_only
         self._logprobs = [CompletionLogprobsBuilder(answers.model.tokenizer) for _ in answers.submitted]
+        self._prompts: dict[int, PromptLogprobs] = {}  # by their first choice
+        self._held: dict[int, list[Arrival]] = {}  # of other choices, until the first one has begun
         self._started: set[int] = set()
         self._id = f"cmpl-{answers.request_id}"
         self._created = int(time.time())
@@ -301,19 +302,28 @@ class CompletionFormat:
 
     def events(self, arrivals: Sequence[Arrival]) -> Iterator[bytes]:
         for arrival in arrivals:
-            self._usage.add(arrival)
-            for piece in arrival.pieces:
-                if arrival.index not in self._started and self._echo_of(arrival.index) is not None:
-                    part = self._part(arrival.index, piece.text, piece.tokens, on_demand)
-                    yield from event_pieces(self._event(CompletionChoice(arrival.index, *part, None)))
-                    continue
-                text, logprobs = self._part(arrival.index, piece.text, piece.tokens)
-                if logprobs is not None:
-                    yield self._chunk(arrival.index, text, logprobs)
-                elif text:
-                    yield self._text_events[arrival.index](text)
-            if arrival.final is not None:
-                yield self._chunk(arrival.index, "", None, self._reason(arrival.final.reason))
+            first = self._answers.first_choice(arrival.index)
+            if first != arrival.index and first not in self._started and self._has_scores(first):
+                self._held.setdefault(first, []).append(arrival)
+                continue
+            yield from self._events(arrival)
+            for held in self._held.pop(arrival.index, ()):
+                yield from self._events(held)
+
+    def _events(self, arrival: Arrival) -> Iterator[bytes]:
+        self._usage.add(arrival)
+        for piece in arrival.pieces:
+            if arrival.index not in self._started and self._echo_of(arrival.index) is not None:
+                part = self._part(arrival.index, piece.text, piece.tokens, on_demand)
+                yield from event_pieces(self._event(CompletionChoice(arrival.index, *part, None)))
+                continue
+            text, logprobs = self._part(arrival.index, piece.text, piece.tokens)
+            if logprobs is not None:
+                yield self._chunk(arrival.index, text, logprobs)
+            elif text:
+                yield self._text_events[arrival.index](text)
+        if arrival.final is not None:
+            yield self._chunk(arrival.index, "", None, self._reason(arrival.final.reason))
 
     def end(self) -> list[bytes]:
         usage = [server_sent(self._completion([], self._usage_of_all()))] if self._usage.is_last_event else []
@@ -334,17 +344,27 @@ class CompletionFormat:
         self, index: int, text: str, tokens: Sequence[OutToken], listed: ListMaker = at_once
     ) -> tuple[str, CompletionLogprobs | None]:
         """The next text of an answer, and its logprobs. With `echo`, those of the prompt go before the first ones."""
-        scored: list[OutToken | inference_pb2.TokenLogprobs] = []
         if self._prompt_only:
             text, tokens = "", ()
-        if index not in self._started and (echo := self._echo_of(index)) is not None:
-            text = echo + text
-            each = self._answers.submitted[index]
-            if each.request.sampling.prompt_logprobs is not None:
-                scored += prompt_tokens(each.request.prompt, each.stream.prompt_scores)
+        scored = [token for token in tokens if token.logprob is not None]
+        is_begun = index in self._started
         self._started.add(index)
-        scored += [token for token in tokens if token.logprob is not None]
-        return text, self._logprobs[index].build(scored, listed)
+        if is_begun or (echo := self._echo_of(index)) is None:
+            return text, self._logprobs[index].build(scored, listed)
+        if not self._has_scores(first := self._answers.first_choice(index)):
+            return echo + text, self._logprobs[index].build(scored, listed)
+        return echo + text, self._logprobs[index].build_after(self._prompt(first), scored)
+
+    def _has_scores(self, first: int) -> bool:
+        """Whether the prompt of this choice, the first of its prompt, has logprobs."""
+        return self._answers.submitted[first].request.sampling.prompt_logprobs is not None
+
+    def _prompt(self, first: int) -> PromptLogprobs:
+        if (known := self._prompts.get(first)) is None:
+            each = self._answers.submitted[first]
+            known = PromptLogprobs(each.model.tokenizer, each.request.prompt, each.stream.prompt_scores)
+            self._prompts[first] = known
+        return known
 
     def _echo_of(self, index: int) -> str | None:
         return self._answers.submitted[index].request.echo

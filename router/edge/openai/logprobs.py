@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Protocol
 
-from router.edge.json_slices import ListMaker, at_once
+from msgspec import structs
+
+from router.edge.json_slices import ListMaker, at_once, joined, kept, on_demand
 from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from router.requests.output import OutToken
 from router.texts.detokenizer import TokenDecoder
@@ -75,12 +78,26 @@ class CompletionLogprobsBuilder:
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
-        self._offset = 0
+        self._chars = 0
+        self._prompt: PromptLogprobs | None = None
+
+    @property
+    def chars(self) -> int:
+        """Of all tokens whose text offsets were made."""
+        return self._chars + (0 if self._prompt is None else self._prompt.chars)
 
     def build(self, tokens: Sequence[_ScoredToken], listed: ListMaker = at_once) -> CompletionLogprobs | None:
         """The next tokens; None if there are none. A list made on demand must be encoded before the next call."""
-        if not tokens:
-            return None
+        return self.lists(tokens, listed) if tokens else None
+
+    def build_after(self, prompt: PromptLogprobs, tokens: Sequence[_ScoredToken]) -> CompletionLogprobs:
+        """Made on demand: the prompt, and the first tokens of its answer, of which there may be none."""
+        self._prompt = prompt
+        lists = zip(structs.astuple(prompt.logprobs), structs.astuple(self.lists(tokens, on_demand)), strict=True)
+        return CompletionLogprobs(*starmap(joined, lists))
+
+    def lists(self, tokens: Sequence[_ScoredToken], listed: ListMaker) -> CompletionLogprobs:
+        """The next tokens, of which there may be none."""
         return CompletionLogprobs(
             listed(self._text, tokens),
             listed(_logprob, tokens),
@@ -92,8 +109,8 @@ class CompletionLogprobsBuilder:
         return token_text(self._decoder, token.token_id)
 
     def _advance(self, token: _ScoredToken) -> int:
-        offset = self._offset
-        self._offset += len(self._text(token))
+        offset = self.chars
+        self._chars += len(self._text(token))
         return offset
 
     def _top(self, token: _ScoredToken) -> dict[str, float | None] | None:
@@ -107,12 +124,22 @@ class CompletionLogprobsBuilder:
         return found
 
 
+class PromptLogprobs:
+    """The logprobs of a prompt, which are the same before all of its answers: their JSON is made once."""
+
+    def __init__(
+        self, decoder: TokenDecoder, prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]
+    ) -> None:
+        """`scores`: from the prompt's second token on, as the first has none."""
+        self._builder = CompletionLogprobsBuilder(decoder)
+        tokens: list[_ScoredToken] = [OutToken(token_id, None, (), False) for token_id in prompt[:1]]
+        made = self._builder.lists([*tokens, *scores], on_demand)
+        self.logprobs = CompletionLogprobs(*map(kept, structs.astuple(made)))
+
+    @property
+    def chars(self) -> int:
+        return self._builder.chars
+
+
 def _logprob(token: _ScoredToken) -> float | None:
     return token.logprob
-
-
-def prompt_tokens(
-    prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]
-) -> list[OutToken | inference_pb2.TokenLogprobs]:
-    """A prompt with its logprobs. Its first token has none."""
-    return [*(OutToken(token_id, None, (), False) for token_id in prompt[:1]), *scores]

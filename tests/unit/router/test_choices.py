@@ -139,6 +139,27 @@ class TestEcho:
         [work] = cluster.prefill.works.values()
         assert work.sampling.prompt_logprobs == 2
 
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    async def test_one_choice_gets_the_prompts_logprobs_for_all(self, cluster: Cluster, stream: bool) -> None:
+        echoes(cluster)
+        prompts = [[70, 71, 72, 73], [74, 75, 76]]
+        call = {"model": MODEL, "prompt": prompts, "n": 3, "echo": True, "logprobs": 2, "stream": stream}
+        answer = await cluster.openai.completions.create(**call)
+        parts = [choice for chunk in [each async for each in answer] for choice in chunk.choices] if stream else None
+        for index in range(6):
+            own = [each for each in (parts or answer.choices) if each.index == index]
+            scored = [each.logprobs for each in own if each.logprobs is not None]
+            tokens = [token for each in scored for token in each.tokens]
+            assert "".join(tokens) == "".join(each.text for each in own)
+            expected = prompts[index // 3] + prompts[index // 3][-3:]
+            assert tokens == [cluster.tokenizer.decode([each]) for each in expected]
+            assert [each for one in scored for each in one.token_logprobs] == [None, *[-0.5] * (len(expected) - 1)]
+            offsets = [at for each in scored for at in each.text_offset]
+            assert offsets == [sum(map(len, tokens[:number])) for number in range(len(tokens))]
+        works = cluster.prefill.works.values()
+        assert sorted(work.sampling.HasField("prompt_logprobs") for work in works) == [False] * 4 + [True] * 2
+        await cluster.settled()
+
     async def test_max_tokens_zero_gives_the_prompt_alone(self, cluster: Cluster) -> None:
         cluster.says("never shown")
         answer = await cluster.openai.completions.create(

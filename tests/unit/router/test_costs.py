@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -294,9 +295,9 @@ def answers_to(call: Call) -> tuple[list[ValidRequest], Answers]:
         requests.append(ValidRequest("r", MODEL, prompt, sampling, (), (), 16, echo=text))
     submitted = []
     for request in requests:
-        for _ in range(call.choices):
+        for choice in range(call.choices):
             stream = ResponseStream("r", lambda: None)
-            if sampling.prompt_logprobs is not None:
+            if sampling.prompt_logprobs is not None and not choice:
                 top = [inference_pb2.TopLogprob(token_id=each) for each in range(sampling.prompt_logprobs)]
                 scored = [inference_pb2.TokenLogprobs(token_id=each, top=top) for each in request.prompt[1:]]
                 stream.prompt_scores = tuple(scored)
@@ -331,3 +332,31 @@ def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
         chats = json.loads(b"".join(ChatFormat(answers, usage=UsageEvents.NONE, logprobs=True).whole(wholes)))
         entries = [entry for each in chats["choices"] if each["logprobs"] for entry in each["logprobs"]["content"]]
         assert sum(1 + len(entry["top_logprobs"]) for entry in entries) <= counted
+
+
+@settings(max_examples=60)
+@given(calls, st.randoms())
+def test_a_stream_gives_what_the_whole_answers_hold_in_whatever_order_its_choices_come(
+    call: Call, dice: random.Random
+) -> None:
+    _, answers = answers_to(call)
+    arrivals = arrivals_of(call)
+    wholes = [WholeAnswer() for _ in answers.submitted]
+    for arrival in arrivals:
+        wholes[arrival.index].add(arrival)
+    expected = json.loads(b"".join(CompletionFormat(answers, usage=UsageEvents.NONE).whole(wholes)))["choices"]
+    parts = [[Arrival(each.index, [piece], None) for piece in each.pieces[:-1]] for each in arrivals]
+    for each, rest in zip(arrivals, parts, strict=True):
+        rest.append(Arrival(each.index, each.pieces[-1:], each.final))
+    order = [index for index, rest in enumerate(parts) for _ in rest]
+    dice.shuffle(order)
+    form = CompletionFormat(answers, usage=UsageEvents.NONE)
+    lines = b"".join(piece for index in order for piece in form.events([parts[index].pop(0)])).split(b"\n\n")
+    chunks = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines if line]
+    for choice in expected:
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        scored = [chunk["logprobs"] for chunk in own if chunk["logprobs"]]
+        for name, values in (choice["logprobs"] or {}).items():
+            assert [value for each in scored for value in each[name]] == values, name
+        assert bool(scored) == bool(choice["logprobs"])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from router.edge import json_slices
-from router.edge.json_slices import ListMaker, Slices, at_once, json_pieces, on_demand, one_by_one
+from router.edge.json_slices import ListMaker, Slices, at_once, joined, json_pieces, kept, on_demand, one_by_one
 from router.edge.openai.answer_schema import (
     AssistantMessage,
     CachedTokens,
@@ -64,6 +64,33 @@ def test_pieces_are_the_json_of_the_whole(choices: ListMaker) -> None:
     assert b"".join(pieces) == expected
     assert max(map(len, pieces)) < len(expected) / 4
     assert b"".join(json_pieces(completion(at_once, at_once))) == expected
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (0, 3), (3, 0), (70, 1), (32, 64)])
+def test_the_items_of_two_lists_are_one(counts: tuple[int, int]) -> None:
+    first, then = (on_demand(str, range(count)) for count in counts)
+    expected = [str(number) for count in counts for number in range(count)]
+    for _ in range(2):
+        assert json.loads(b"".join(json_pieces(joined(kept(first), then)))) == expected
+
+
+def test_what_is_kept_is_made_once_unless_that_was_stopped_half_way() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number
+
+    listed = kept(on_demand(make, range(100)))
+    pieces = json_pieces(listed)
+    assert next(pieces) == b"["
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]  # a generator
+    begun = len(made)
+    assert 0 < begun < 100
+    for _ in range(3):
+        assert json.loads(b"".join(json_pieces(listed))) == [*range(100)]
+    assert made[begun:] == [*range(100)]
 
 
 def test_what_msgspec_cannot_encode_is_an_error() -> None:

@@ -185,19 +185,14 @@ async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(
     assert cluster.metric('tandem_requests_total{code="rate_limit_exceeded"') == 3  # /tokenize makes no request
 
 
-async def test_a_prompt_whose_logprobs_are_wanted_is_billed_for_each_choice(cluster: Cluster, keys: Keys) -> None:
-    """Nothing of it is cached: it is computed for each of them."""
+async def test_a_prompt_is_billed_once_for_all_its_choices_also_with_logprobs(cluster: Cluster, keys: Keys) -> None:
     cluster.says("x")
     keys.add("once", limits=LimitsSpec(tokens_per_minute=100))
-    keys.add("each", limits=LimitsSpec(tokens_per_minute=100))
-    await until(lambda: is_known(cluster, keys, "each"))
-    body = {"model": MODEL, "prompt": [70] * 60, "n": 2, "max_tokens": 1, "echo": True}
-    for tenant, more, status in (("once", {}, 200), ("each", {"logprobs": 1}, 429)):
-        call = body | more
-        first = await cluster.http.post("/v1/completions", json=call, headers=keys.bearer(tenant))
-        assert first.status_code == 200
-        again = await cluster.http.post("/v1/completions", json=body | {"prompt": [70]}, headers=keys.bearer(tenant))
-        assert again.status_code == status, again.text
+    await until(lambda: is_known(cluster, keys, "once"))
+    body = {"model": MODEL, "prompt": [70] * 60, "n": 2, "max_tokens": 1, "echo": True, "logprobs": 1}
+    for prompt, status in (([70] * 60, 200), ([70] * 30, 200), ([70] * 60, 429)):
+        answer = await cluster.http.post("/v1/completions", json=body | {"prompt": prompt}, headers=keys.bearer("once"))
+        assert answer.status_code == status, answer.text
 
 
 async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
