@@ -31,12 +31,18 @@ class Pace:
 
     def tpot_at_s(self, batch: int) -> float:
         """TPOT at a batch size: linear between two of BATCH_SIZES, beyond the last by `batch_shape`."""
-        power = max(1, batch).bit_length() - 1
-        if power >= len(BATCH_SIZES) - 1:
+        power, above = self.place(batch)
+        if power == len(BATCH_SIZES) - 1:
             return self.tpot_s[-1] * batch_shape(batch) / batch_shape(BATCH_SIZES[-1])
-        low = BATCH_SIZES[power]
-        part = (batch - low) / low if batch > low else 0.0
-        return self.tpot_s[power] + part * (self.tpot_s[power + 1] - self.tpot_s[power])
+        return self.tpot_s[power] + above * (self.tpot_s[power + 1] - self.tpot_s[power])
+
+    @staticmethod
+    def place(batch: int) -> tuple[int, float]:
+        """The index of the largest of BATCH_SIZES that is not above the batch, and the batch's place between that and
+        the next: 0 to 1. 0 beyond the last."""
+        batch = max(1, batch)
+        power = min(batch.bit_length(), len(BATCH_SIZES)) - 1
+        return power, batch / BATCH_SIZES[power] - 1 if power < len(BATCH_SIZES) - 1 else 0.0
 
 
 START_PACE = Pace()

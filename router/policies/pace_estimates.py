@@ -2,9 +2,9 @@
 
 Each figure is a ratio of two sums, seconds and units; the weight of an observation in them halves every HALF_LIFE_S. So
 long prompts count for more, and several tokens in one frame do no harm. Some units at the pool's ratio are added to a
-worker's sums: a worker without recent observations gets the mean of its peers, and one slow answer does not exclude a
-worker for good. A decode worker that has never prefilled gets the rate of the prefill workers. Without any observation,
-the start values of router.policies.pace apply.
+worker's sums, and its own count for a limited number of units: a worker without recent observations gets the mean of
+its peers, and one slow answer does not exclude a worker for good. A decode worker that has never prefilled gets the
+rate of the prefill workers. Without any observation, the start values of router.policies.pace apply.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from tandem.clock import Clock
 from tandem.config.model import Role
 
 HALF_LIFE_S = 30.0
+STALE_HALF_LIFE_S = 15.0  # of a worker's own observations, from the last one on
 REFRESH_S = 0.25  # a worker's figures are recomputed at most this often: each decision reads them for all workers
 PEER_PREFILL_TOKENS = 1024
 PEER_TRANSFER_TOKENS = 1024
 PEER_RESERVATIONS = 4
 PEER_DECODE_TOKENS = 64
+OWN_WEIGHT = 16.0
+OWN_RESERVE_WEIGHT = 1.0  # a busy router's own delay is most of it
 START_ANSWER_TOKENS = 128
 # With fewer tokens, an observation measures the fixed cost of a step or handoff instead of a rate.
 LEAST_PREFILL_TOKENS = 64
@@ -58,15 +61,18 @@ class _Ratio:
     def value(self, start: float) -> float:
         return self.seconds / self.units if self.units else start
 
-    def among_peers(self, peers_value: float, peers_units: float, now_s: float) -> float:
-        """The ratio with `peers_units` extra units at the peers' ratio."""
+    def among_peers(
+        self, peers_value: float, peers_units: float, now_s: float, own_weight: float = OWN_WEIGHT
+    ) -> float:
+        """The ratio with `peers_units` extra units at the peers' ratio, to at most `own_weight` times as many of its
+        own: after a busy time, a worker that gets no more requests soon counts as its peers do."""
         if not self.units:
             return peers_value
-        kept = self._kept(now_s)
-        return (self.seconds * kept + peers_value * peers_units) / (self.units * kept + peers_units)
+        own_units = min(self.units, own_weight * peers_units) * self._kept(now_s, STALE_HALF_LIFE_S)
+        return (self.seconds / self.units * own_units + peers_value * peers_units) / (own_units + peers_units)
 
-    def _kept(self, now_s: float) -> float:
-        return float(0.5 ** ((now_s - self.at_s) / HALF_LIFE_S))
+    def _kept(self, now_s: float, half_life_s: float = HALF_LIFE_S) -> float:
+        return float(0.5 ** ((now_s - self.at_s) / half_life_s))
 
 
 class _Sums:
@@ -144,10 +150,18 @@ class WorkerEstimates:
             self._transfer_to = known
 
     def decoded(self, batch: int, tokens: int, seconds: float) -> None:
-        """As a decode worker: tokens of one request in a batch of `batch` requests, itself included."""
-        power = min(max(1, batch).bit_length(), len(BATCH_SIZES)) - 1
-        at_size_s = seconds * batch_shape(BATCH_SIZES[power]) / batch_shape(max(1, batch))
-        self._observe(self._sums.steps[power], self._pool.steps[power], at_size_s, tokens)
+        """As a decode worker: tokens of one request in a batch of `batch` requests, itself included.
+
+        They count for the two sizes next to the batch, by their nearness and by the ratios of the present estimates. So
+        the estimate at this batch becomes what was measured, whatever the shape between the sizes is.
+        """
+        pace = self.pace()
+        power, above = pace.place(batch)
+        ratio = seconds / pace.tpot_at_s(batch)
+        for at, share in ((power, 1 - above), (power + 1, above)):
+            if share:
+                steps = self._sums.steps[at], self._pool.steps[at]
+                self._observe(*steps, ratio * pace.tpot_s[at] * share, tokens * share)
 
     @property
     def transfer_to(self) -> Mapping[WorkerEpoch, float]:
@@ -168,7 +182,7 @@ class WorkerEstimates:
         reserve_s = pool.reserve.value(START_RESERVE_S)
         return Pace(
             prefill_s_per_token=max(_LEAST_S, sums.prefill.among_peers(prefill_s, PEER_PREFILL_TOKENS, now_s)),
-            reserve_s=sums.reserve.among_peers(reserve_s, PEER_RESERVATIONS, now_s),
+            reserve_s=sums.reserve.among_peers(reserve_s, PEER_RESERVATIONS, now_s, OWN_RESERVE_WEIGHT),
             transfer_s_per_token=sums.transfer.among_peers(transfer_s, PEER_TRANSFER_TOKENS, now_s),
             tpot_s=self._tpots(now_s),
         )
@@ -186,14 +200,14 @@ class WorkerEstimates:
             found.append(self._sums.steps[power].among_peers(peers_s, PEER_DECODE_TOKENS, now_s))
         return tuple(found)
 
-    def _observe(self, worker: _Ratio, pool: _Ratio, seconds: float, units: int) -> None:
+    def _observe(self, worker: _Ratio, pool: _Ratio, seconds: float, units: float) -> None:
         if self._sane(seconds, units):
             now_s = self._clock.now_s()
             worker.add(seconds, units, now_s)
             pool.add(seconds, units, now_s)
 
     @staticmethod
-    def _sane(seconds: float, units: int) -> bool:
+    def _sane(seconds: float, units: float) -> bool:
         return units > 0 and 0 <= seconds <= MAX_OBSERVED_S
 
 

@@ -20,6 +20,7 @@ from router.policies.scores import (
     InTurn,
     SessionAffinity,
     Shuffled,
+    SmallBatch,
 )
 from router.policies.types import Candidate, Filter, Pick, Placement, PlacementQuery, PlacementReason, Score, WaitReason
 from tandem.config.router import Disaggregation, PolicyName, RouterSpec
@@ -161,12 +162,14 @@ def named_policy(spec: RouterSpec, *, seed: int = 0) -> PlacementPolicy:
 def _scores(name: PolicyName, local: LocalPrefill | None, seed: int) -> tuple[Weighted, Weighted]:
     """Weighted scores of decode workers and of prefill workers.
 
-    The small weights of free blocks and affinity decide between workers with similar times.
+    The small weights of free blocks, batches and affinity decide between workers with similar times: while a larger
+    batch takes hardly longer, the noise in measured times would lead all requests to one worker.
     """
     affinity = (SessionAffinity(), 0.1)
     match name:
         case PolicyName.EXPECTED_TTFT:
-            return ((ExpectedTime(local), 1.0), (FreeBlocks(), 0.2), affinity), ((ExpectedTtft(), 1.0), affinity)
+            decode = (ExpectedTime(local), 1.0), (FreeBlocks(), 0.2), (SmallBatch(), 0.1), affinity
+            return decode, ((ExpectedTtft(), 1.0), affinity)
         case PolicyName.LEAST_LOADED:
             return ((FewestRunning(), 1.0), (FreeBlocks(), 1.0)), ((FewestTokens(), 1.0),)
         case PolicyName.CACHE_ONLY:

@@ -10,6 +10,8 @@ from router.policies.local_prefill import LocalPrefill
 from router.policies.predicted_times import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.types import Candidate, PlacementQuery
 
+FEW_REQUESTS = 8  # among so few, one more or less is no reason to leave a worker that has the prompt's prefix
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTtft:
@@ -68,6 +70,15 @@ class FewestRunning:
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.running_requests) for candidate in candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallBatch:
+    """1 - running requests / (those of the largest batch + FEW_REQUESTS)."""
+
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        most = max(candidate.running_requests for candidate in candidates) + FEW_REQUESTS
+        return [1 - candidate.running_requests / most for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)

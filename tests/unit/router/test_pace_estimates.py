@@ -145,7 +145,43 @@ def test_lives_that_ended_long_ago_are_forgotten(pools: Pools) -> None:
     assert ("d0", 999) in pools.p0.transfer_to
 
 
+def test_a_worker_without_requests_soon_counts_as_its_peers_after_a_busy_time(pools: Pools) -> None:
+    """Else all requests would go to the one that went on getting some."""
+    for _ in range(1000):
+        for worker in (pools.d0, pools.d1):
+            worker.reserved(0.16)
+            worker.decoded(64, 8, 8 * 0.08)
+    for _ in range(120):
+        for _ in range(100):
+            pools.d0.reserved(0.004)
+            pools.d0.decoded(64, 8, 8 * 0.02)
+        pools.clock.advance(1)
+    busy, idle = pools.pace(pools.d0), pools.pace(pools.d1)
+    assert busy.reserve_s < 0.01
+    assert idle.reserve_s < 1.5 * busy.reserve_s
+    assert busy.tpot_at_s(64) == pytest.approx(0.02, rel=0.1)
+    assert idle.tpot_at_s(64) < 0.03
+
+
 class TestTpot:
+    @pytest.mark.parametrize("sizes", [(213,), (150, 213), (1, 40, 100, 200, 600)])
+    def test_of_steps_that_take_the_same_at_any_size(self, pools: Pools, sizes: tuple[int, ...]) -> None:
+        for _ in range(200):
+            for batch in sizes:
+                pools.d0.decoded(batch, 8, 8 * 0.02)
+            pools.clock.advance(0.3)
+        for batch in sizes:
+            assert pools.pace(pools.d0).tpot_at_s(batch) == pytest.approx(0.02, rel=0.03)
+
+    def test_of_steps_that_grow_with_the_batch(self, pools: Pools) -> None:
+        for _ in range(200):
+            for batch in (20, 50, 90, 120):
+                pools.d0.decoded(batch, 8, 8 * (0.01 + 0.001 * batch))
+            pools.clock.advance(0.3)
+        pace = pools.pace(pools.d0)
+        for batch in (20, 50, 70, 90, 120):
+            assert pace.tpot_at_s(batch) == pytest.approx(0.01 + 0.001 * batch, rel=0.12)
+
     def test_of_each_batch_size_by_itself(self, pools: Pools) -> None:
         for _ in range(50):
             pools.d0.decoded(1, 64, 64 * 0.01)

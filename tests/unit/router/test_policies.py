@@ -95,6 +95,18 @@ def test_prefill_worker(prefill: list[Candidate], chosen: str) -> None:
     assert placed.prefill.worker_id == chosen
 
 
+@pytest.mark.parametrize("noise", [(0.0, 0.0, 0.0, 0.0), (0.0, 0.01, 0.02, 0.03), (0.03, 0.0, 0.03, 0.03)])
+def test_requests_are_spread_while_a_larger_batch_takes_hardly_longer(noise: tuple[float, ...]) -> None:
+    """What is measured of equal workers differs by some per cent."""
+    paces = [replace(START_PACE, tpot_s=(0.02 * (1 + each),) * 11) for each in noise]
+    running = Counter({f"d{number}": 0 for number in range(4)})
+    query = PlacementQuery(256, answer_tokens=64)
+    for _ in range(200):
+        decode = [worker(name, running=running[name], pace=pace) for name, pace in zip(running, paces, strict=True)]
+        running[place(query, decode, [worker("p")]).decode.worker_id] += 1
+    assert max(running.values()) <= 2 * min(running.values()), running
+
+
 def bounded(name: str, **options: int) -> Candidate:
     return structs.replace(worker(name, **options), bounds_steps=True)  # type: ignore[arg-type]
 

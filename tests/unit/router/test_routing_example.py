@@ -85,10 +85,11 @@ def test_decode_workers_times_and_points() -> None:
             ms(time_s),
             f"{points:.3f}",
             f"{points + 0.2 * each.free_blocks / 100:.3f}",
+            f"{points + 0.2 * each.free_blocks / 100 + 0.1 * (1 - each.running_requests / (11 + 8)):.3f}",
         ]
     asked = structs.replace(ASK, prefill_s=soonest_s)
     totals = [sum(w * s.points(asked, DECODE)[n] for s, w in POLICY.decode.scores) for n in (0, 1)]
-    assert [f"{total:.3f}" for total in totals] == [row["with free blocks"] for row in DECODE_OUT]
+    assert [f"{total:.3f}" for total in totals] == [row["and batches"] for row in DECODE_OUT]
 
 
 def test_prefill_workers_times_and_points() -> None:
