@@ -48,6 +48,7 @@ class ModelLoad:
     answer_tokens: float = 0.0
     queued_tokens: float = 0.0  # prompt tokens still to compute, in routers and on workers
     decoding_requests: float = 0.0
+    local_share: float = 0.0  # of the prompt tokens to compute, that decode workers compute although there are others
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -111,11 +112,9 @@ class Capability:
         return max(1.0, min(self.max_running_requests, self.kv_tokens / load.context_tokens))
 
     def without_prompts(self, sizes: PoolSizes, load: ModelLoad) -> Capability:
-        """Without prefill workers, TPOT was measured while decode workers computed all prompts too: without that
-        time. With prefill workers, how many prompts they computed is not known, and taken for none."""
-        if sizes.prefill:
-            return self
-        stretch = _stretch(_queue(sizes.decode, 1.0, load, self.decode, 0.0).utilisation)
+        """TPOT was measured while decode workers computed prompts too: without that time."""
+        share = load.local_share if sizes.prefill else 1.0
+        stretch = _stretch(_queue(sizes.decode, share, load, self.decode, 0.0).utilisation)
         return replace(self, decode=replace(self.decode, tpot_s=tuple(each / stretch for each in self.decode.tpot_s)))
 
 

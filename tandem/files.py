@@ -31,7 +31,16 @@ def replace_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames in the folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the file's content durable."""
+    _sync(path, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:

@@ -20,7 +20,7 @@ from cluster.spec.redis_probe import check_redis
 from kvtransfer.transports.choice import check_support
 from router.auth.key_refresh import KeyRefresh
 from router.model_formats.registry import Formats, formats_of
-from tandem.checkpoint.adapter import Adapter
+from tandem.checkpoint.adapter import Adapter, adapter_elements
 from tandem.checkpoint.model_config import ModelConfig, fingerprint
 from tandem.checkpoint.model_store import PACKAGED, pull
 from tandem.checkpoint.model_store import resolve as resolve_model
@@ -264,17 +264,23 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def needed_bytes(model: ResolvedModel) -> int:
-    """Host memory of the model's workers, in bytes. On CPU: weights in their dtype, pools, host tiers and processes. On
-    GPUs: host tiers only."""
+    """Host memory of the model's workers, in bytes. On CPU: weights in their dtype, pools, host tiers, adapters and
+    processes. On GPUs: host tiers, and the adapters kept there."""
     return sum(model.spec.pool(role).workers * _worker_bytes(model, role) for role in Role)
 
 
 def _worker_bytes(model: ResolvedModel, role: Role) -> int:
     engine, tp = model.spec.engine_of(role), model.spec.pool(role).tp
+    host_bytes = engine.host_kv_memory_bytes
+    running_bytes = 0  # of the adapters in a batch
+    if model.spec.takes_adapters(role):
+        adapter_bytes = adapter_elements(model.config, engine.max_adapter_rank) * DTYPE_BYTES[engine.dtype]
+        running_bytes = engine.max_adapters_in_batch * adapter_bytes
+        host_bytes += engine.max_adapters_kept * adapter_bytes  # each rank keeps them whole
     if engine.on_gpu:
-        return tp * engine.host_kv_memory_bytes
-    rank_bytes = _pool_bytes(model, engine, tp) + engine.host_kv_memory_bytes + PROCESS_BYTES
-    return _weight_bytes(model, engine) + tp * rank_bytes
+        return tp * host_bytes
+    rank_bytes = _pool_bytes(model, engine, tp) + host_bytes + PROCESS_BYTES
+    return _weight_bytes(model, engine) + running_bytes + tp * rank_bytes
 
 
 def _weight_bytes(model: ResolvedModel, engine: EngineSpec) -> int:
@@ -289,7 +295,7 @@ def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
     if needed > (available := available_bytes()):
         raise InsufficientMemory(
             f"{plural(len(roles), 'more worker')}: about {needed >> 20} MiB are needed and {available >> 20} MiB are "
-            f"available: add fewer workers, or lower {_kv_fields(model)}",
+            f"available: add fewer workers, or lower {_memory_fields(model)}",
             field="workers",
         )
 
@@ -302,10 +308,15 @@ def _pool_bytes(model: ResolvedModel, engine: EngineSpec, tp: int) -> int:
     return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
 
 
-def _kv_fields(*models: ResolvedModel) -> str:
-    """The fields that reduce KV memory."""
-    tiers = any(model.spec.engine_of(role).host_kv_memory_bytes for model in models for role in Role)
-    return "engine.kv_memory_bytes or engine.host_kv_memory_bytes" if tiers else "engine.kv_memory_bytes"
+def _memory_fields(*models: ResolvedModel) -> str:
+    """The fields that reduce the memory of workers."""
+    specs = [model.spec for model in models]
+    fields = ["engine.kv_memory_bytes"]
+    if any(spec.engine_of(role).host_kv_memory_bytes for spec in specs for role in Role):
+        fields.append("engine.host_kv_memory_bytes")
+    if any(spec.takes_adapters(role) for spec in specs for role in Role):
+        fields.append("engine.vllm.max_cpu_loras")
+    return " or ".join(fields)
 
 
 def _stored_element_bytes(model: ResolvedModel) -> int:
@@ -326,7 +337,7 @@ def check_memory(spec: ClusterSpec, models: tuple[ResolvedModel, ...]) -> int:
     if needed > available:
         what = "weights, KV pools and processes" if of_models else "processes"
         field = "engine.kv_memory_bytes" if of_models else "router.replicas"
-        lower = [_kv_fields(*models), "the number of workers"] if of_models else []
+        lower = [_memory_fields(*models), "the number of workers"] if of_models else []
         lower += ["router.replicas"] if spec.router.replicas > 1 else []
         lower += [] if of_models else ["router.index_memory_bytes"]
         raise InsufficientMemory(

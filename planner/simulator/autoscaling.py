@@ -79,6 +79,8 @@ class SimAutoscaler:
         prompt_tokens = float(trace.prompt_tokens[arrived].mean()) if count else 1.0
         cached_tokens = float(self._measurements.cached_tokens[arrived].mean()) if count else 0.0
         uncached = max(1.0, prompt_tokens - cached_tokens)
+        computed = trace.prompt_tokens[arrived] - self._measurements.cached_tokens[arrived]
+        local = float(computed[self._measurements.is_local[arrived]].sum())
         answer_tokens = float(fleet.estimates.answer_tokens(MODEL))
         waiting = sum(each.prefill_tokens for each in self._cluster.core.waiting())
         on_workers = sum(worker.load().waiting_tokens for role in Role for worker in fleet.role(role))
@@ -89,6 +91,7 @@ class SimAutoscaler:
             answer_tokens=answer_tokens,
             queued_tokens=waiting * uncached / prompt_tokens + on_workers,
             decoding_requests=float(sum(len(worker.scheduler.decoding) for worker in fleet.role(Role.DECODE))),
+            local_share=local / max(1, computed.sum()),
         )
         capability = Capability(
             fleet.pace(Role.PREFILL).pace(),

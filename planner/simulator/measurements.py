@@ -21,7 +21,8 @@ _LEAST_S = 1e-5
 _GROWTH = math.log(1.02)  # log of the ratio between bins: percentiles are accurate to 1 %
 _BINS = 1024
 _ROWS = (
-    "dispatched_s", "first_token_s", "last_token_s", "refused_s", "cached_tokens", "migrations", "state", "_missed",
+    "dispatched_s", "first_token_s", "last_token_s", "refused_s", "cached_tokens", "is_local", "migrations", "state",
+    "_missed",
 )  # fmt: skip
 
 
@@ -56,6 +57,7 @@ class RunMeasurements:
         self.last_token_s = np.full(requests, np.nan)
         self.refused_s = np.full(requests, np.nan)
         self.cached_tokens = np.zeros(requests, np.int64)
+        self.is_local = np.zeros(requests, np.bool_)  # a decode worker computed the prompt
         self.migrations = np.zeros(requests, np.int32)
         self.state = np.full(requests, STATES.index(RequestState.RECEIVED), np.int8)
         self.intervals = IntervalHistogram()
@@ -84,6 +86,7 @@ class RunMeasurements:
             index = _index(run)
             self.first_token(index, now_s)
             self.cached_tokens[index] = run.cached_tokens
+            self.is_local[index] = run.prefill is None
 
     def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
         if not fact.refused:

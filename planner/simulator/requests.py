@@ -31,6 +31,7 @@ class SimRequest:
     prompt: Sequence[int] = ()
     session: bytes | None = None
     adapter: str = ""
+    adapter_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class DemandMeter:
             demand.first_tokens += 1
             demand.prefilled_tokens += run.request.prompt_tokens
             demand.cached_tokens += run.cached_tokens
+            if run.prefill is None:
+                demand.local_tokens += run.request.prompt_tokens - run.cached_tokens
             demand.ttft_s += now_s - run.received_s
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:

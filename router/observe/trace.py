@@ -178,8 +178,9 @@ class Attempt:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. `received_unix_s`: wall-clock time, for display only. `arrived_s`: when its first byte was read;
-    `received_s`: when it was parsed. `client_id`: the client's own id; may be empty."""
+    """One request. `model`: as clients name it; may be an adapter's name. `received_unix_s`: wall-clock time, for
+    display only. `arrived_s`: when its first byte was read; `received_s`: when it was parsed. `client_id`: the client's
+    own id; may be empty."""
 
     request_id: str
     model: str
@@ -201,7 +202,7 @@ class Trace:
     def of(cls, request: Request, terms: RequestTerms, received_s: float) -> Trace:
         return cls(
             request.request_id,
-            request.model,
+            request.adapter_name or request.model,
             request.prompt_tokens,
             received_s,
             arrived_s=terms.arrived_s,

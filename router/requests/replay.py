@@ -114,6 +114,7 @@ class RecordedRequest:
     block_hashes: tuple[BlockHash, ...] = ()
     session: bytes | None = None
     adapter: str = ""
+    adapter_name: str = ""
 
 
 @dataclass(slots=True)

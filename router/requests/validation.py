@@ -97,6 +97,7 @@ class ValidRequest(msgspec.Struct, frozen=True):
     block_tokens: int
     cache_salt: bytes = b""
     adapter: str = ""  # its fingerprint
+    adapter_name: str = ""
     session: bytes | None = None  # digest
     echo: str | None = None  # text that goes before the answer
     reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
@@ -302,6 +303,7 @@ class ServingModel:
             block_tokens=served.block_tokens,
             cache_salt=cache_salt,
             adapter=self.adapter,
+            adapter_name=self.name if self.adapter else "",
             session=_session(raw.session, cache_salt) if raw.session else None,
             echo=self._text(raw.prompt, prompt) if raw.echo else None,
             reading=reading,

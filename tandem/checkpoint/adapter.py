@@ -19,6 +19,7 @@ from tandem.checkpoint.json_fields import JsonFields
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.model import AdapterSpec
 from tandem.errors import CheckpointError, ConfigError
+from tandem.files import sync_file, sync_folder
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _CHUNK_BYTES = 1 << 20
@@ -50,13 +51,13 @@ class Adapter:
 
 
 def copied_adapter(folder: Path, fingerprint: str) -> Path:
-    """A copy of the adapter in this host's cache, named by its content. Raises ConfigError if it has to be made and
-    `folder` has other content, cannot be read, or does not fit on the disk."""
+    """A copy of the adapter in this host's cache, named by its content. A broken one is replaced. Raises ConfigError if
+    it has to be made and `folder` has other content, cannot be read, or does not fit on the disk."""
     if not _FINGERPRINT.fullmatch(fingerprint):  # it becomes part of a path
         raise ConfigError(f"adapters: expected a fingerprint of 32 hex digits, got {fingerprint[:40]!r}")
     kept = cache_dir() / "adapters"
     target = kept / fingerprint
-    if target.is_dir():
+    if _is_whole(target, fingerprint):
         return target
     try:
         names = (CONFIG_FILE, WEIGHTS_FILE)
@@ -67,13 +68,30 @@ def copied_adapter(folder: Path, fingerprint: str) -> Path:
             made.mkdir()
             for name in names:
                 shutil.copyfile(folder / name, made / name)
-            if adapter_fingerprint(made) != fingerprint:
+                sync_file(made / name)
+            sync_folder(made)
+            if not _is_whole(made, fingerprint):
                 raise ConfigError(f"{folder}: its files changed after they were checked: apply the configuration again")
+            if target.is_dir():
+                target.rename(Path(making) / "broken")
             made.rename(target)
+        sync_folder(kept)
     except OSError as error:
-        if not target.is_dir():  # else another worker was faster
+        if not _is_whole(target, fingerprint):  # else another worker was faster
             raise ConfigError(f"{folder}: cannot be copied to {target}: {error}") from error
     return target
+
+
+def _is_whole(copy: Path, fingerprint: str) -> bool:
+    try:
+        return adapter_fingerprint(copy) == fingerprint
+    except CheckpointError:
+        return False
+
+
+def adapter_elements(config: ModelConfig, rank: int) -> int:
+    """The elements of an adapter of this rank that has matrices for all modules it may have."""
+    return rank * config.layers * sum(inputs + outputs for inputs, outputs in _sizes(config).values())
 
 
 def _folder(source: str) -> Path:

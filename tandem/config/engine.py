@@ -12,7 +12,8 @@ from tandem.config.frozen import Frozen, PositiveCount
 _CPU_POOL_BYTES = 512 << 20
 _WINDOW_S = 0.1
 MAX_LONGEST_STEP_S = 60
-_VLLM_ADAPTER_RANK = 16  # vLLM's own default
+# Unless engine.vllm has max_lora_rank, max_loras and max_cpu_loras. The first is vLLM's own default.
+_ADAPTER_RANK, _ADAPTERS_IN_BATCH, _ADAPTERS_KEPT = 16, 8, 32
 
 
 # What vLLM has under names of its own, or not at all.
@@ -214,8 +215,21 @@ class EngineSpec(Frozen):
     @property
     def max_adapter_rank(self) -> int:
         """The largest rank of an adapter that its workers make room for."""
-        given = self.vllm.get("max_lora_rank")
-        return given if isinstance(given, int) else _VLLM_ADAPTER_RANK
+        return self._vllm_count("max_lora_rank", _ADAPTER_RANK)
+
+    @property
+    def max_adapters_in_batch(self) -> int:
+        """The adapters that run at a time, for each of which its workers make room."""
+        return self._vllm_count("max_loras", _ADAPTERS_IN_BATCH)
+
+    @property
+    def max_adapters_kept(self) -> int:
+        """The adapters that each rank keeps in host memory."""
+        return self._vllm_count("max_cpu_loras", max(_ADAPTERS_KEPT, self.max_adapters_in_batch))
+
+    def _vllm_count(self, name: str, default: int) -> int:
+        given = self.vllm.get(name)
+        return given if isinstance(given, int) else default
 
     @property
     def on_gpu(self) -> bool:

@@ -210,6 +210,7 @@ class ModelDemand(_message.Message):
     MISSED_TPOT_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     queued_tokens: _builtins.int
     """prompt tokens of requests that are queued now"""
@@ -233,6 +234,8 @@ class ModelDemand(_message.Message):
     missed_ttft: _builtins.int
     """including those refused for lack of capacity"""
     missed_tpot: _builtins.int
+    local_tokens: _builtins.int
+    """computed prompt tokens (prefilled less cached) that decode workers computed"""
     @_builtins.property
     def prefill(self) -> Global___Pace:
         """means over the pool; absent if it has no worker"""
@@ -257,10 +260,11 @@ class ModelDemand(_message.Message):
         missed_tpot: _builtins.int = ...,
         prefill: Global___Pace | None = ...,
         decode: Global___Pace | None = ...,
+        local_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cached_tokens", b"cached_tokens", "decode", b"decode", "finished", b"finished", "first_tokens", b"first_tokens", "judged", b"judged", "missed_tpot", b"missed_tpot", "missed_ttft", b"missed_ttft", "model", b"model", "prefill", b"prefill", "prefilled_tokens", b"prefilled_tokens", "prompt_tokens", b"prompt_tokens", "queued_tokens", b"queued_tokens", "requests", b"requests", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cached_tokens", b"cached_tokens", "decode", b"decode", "finished", b"finished", "first_tokens", b"first_tokens", "judged", b"judged", "local_tokens", b"local_tokens", "missed_tpot", b"missed_tpot", "missed_ttft", b"missed_ttft", "model", b"model", "prefill", b"prefill", "prefilled_tokens", b"prefilled_tokens", "prompt_tokens", b"prompt_tokens", "queued_tokens", b"queued_tokens", "requests", b"requests", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -363,6 +367,7 @@ class RequestTrace(_message.Message):
     UNUSED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
+    """or its adapter's name"""
     state: _builtins.str
     """the end state"""
     error: _builtins.str

@@ -12,9 +12,6 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError, InsufficientMemory
 
-ADAPTERS_IN_BATCH = 8  # unless max_loras says otherwise
-ADAPTERS_KEPT = 32  # in memory, unless max_cpu_loras says otherwise
-
 _REASONS = {
     "drafts have KV of their own, which cannot be exchanged": (
         "spec_method",
@@ -128,8 +125,8 @@ def engine_config(
             )
     settings: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": True, **spec.vllm}
     if takes_adapters:
-        settings = {"enable_lora": True, "max_loras": ADAPTERS_IN_BATCH} | settings
-        settings = {"max_cpu_loras": max(ADAPTERS_KEPT, settings["max_loras"])} | settings
+        room = {"max_loras": spec.max_adapters_in_batch, "max_cpu_loras": spec.max_adapters_kept}
+        settings = {"enable_lora": True, **room, **settings}
     given = dict(
         model=str(model_dir),
         skip_tokenizer_init=True,

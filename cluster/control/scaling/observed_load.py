@@ -14,8 +14,8 @@ from tandem.v1 import trace_pb2, worker_pb2
 WINDOW_S = 10.0
 MIN_WINDOW_S = 1.0
 _COUNTERS = (
-    "requests", "prompt_tokens", "first_tokens", "prefilled_tokens", "cached_tokens", "ttft_s", "finished",
-    "answer_tokens", "judged", "missed_ttft", "missed_tpot",
+    "requests", "prompt_tokens", "first_tokens", "prefilled_tokens", "cached_tokens", "local_tokens", "ttft_s",
+    "finished", "answer_tokens", "judged", "missed_ttft", "missed_tpot",
 )  # fmt: skip
 Counts = Mapping[str, float]
 
@@ -34,6 +34,7 @@ class ObservedLoad:
         self._totals: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._samples = deque([_Sample(now_s, dict(self._totals))])
         self._uncached_share = 1.0
+        self._local_share = 0.0
         self._answer_tokens = 0.0
         self._prompt_tokens = 0.0
         self._queued_tokens = 0
@@ -71,6 +72,7 @@ class ObservedLoad:
             answer_tokens=self._answer_tokens,
             queued_tokens=self._uncached_share * self._queued_tokens + on_workers,
             decoding_requests=sum(each.running_requests for each in decode),
+            local_share=self._local_share,
         )
 
     def measured(self, since_s: float) -> MeasuredRequests:
@@ -97,6 +99,8 @@ class ObservedLoad:
         seen = self._since(self._samples[0])
         if seen["prefilled_tokens"]:
             self._uncached_share = 1 - seen["cached_tokens"] / seen["prefilled_tokens"]
+        if computed := seen["prefilled_tokens"] - seen["cached_tokens"]:
+            self._local_share = seen["local_tokens"] / computed
         if seen["finished"]:
             self._answer_tokens = seen["answer_tokens"] / seen["finished"]
         if seen["requests"]:

@@ -13,11 +13,12 @@ from tandem.v1 import trace_pb2, worker_pb2
 def demand(
     requests: int, *, queued_tokens: int = 0, missed_ttft: int = 0, ttft_s: float = 0.0
 ) -> trace_pb2.ModelDemand:
-    """So many requests of 100 prompt tokens, 25 of them cached, that were answered with 40 tokens."""
+    """So many requests of 100 prompt tokens, 25 of them cached, that were answered with 40 tokens. Decode workers
+    computed a fifth of the rest."""
     return trace_pb2.ModelDemand(
         requests=requests, prompt_tokens=100 * requests, first_tokens=requests, prefilled_tokens=100 * requests,
-        cached_tokens=25 * requests, finished=requests, answer_tokens=40 * requests, judged=requests,
-        queued_tokens=queued_tokens, missed_ttft=missed_ttft, ttft_s=ttft_s,
+        cached_tokens=25 * requests, local_tokens=15 * requests, finished=requests, answer_tokens=40 * requests,
+        judged=requests, queued_tokens=queued_tokens, missed_ttft=missed_ttft, ttft_s=ttft_s,
     )  # fmt: skip
 
 
@@ -32,6 +33,7 @@ def test_rates_and_means_are_those_of_the_last_seconds_of_all_routers() -> None:
     assert (load.uncached_tokens, load.answer_tokens, load.context_tokens) == (75, 40, 140)
     assert load.queued_tokens == 0.75 * 200 + 30
     assert load.decoding_requests == 5
+    assert load.local_share == pytest.approx(0.2)
 
 
 def test_a_router_that_began_anew_or_did_not_answer_loses_nothing_and_adds_nothing() -> None:

@@ -19,6 +19,7 @@ from cluster.spec.resolve import (
     ACTOR_BYTES,
     RAY_BYTES,
     ROUTER_BYTES,
+    ResolvedModel,
     check_memory,
     check_ports,
     free_ports,
@@ -30,6 +31,7 @@ from cluster.spec.resolve import (
 from tandem.config.model import ModelSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
+from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.testing.models import write_tiny_llama
 
 MakeSpec = Callable[..., ClusterSpec]
@@ -173,6 +175,38 @@ def test_host_tiers_count_beside_pools_and_alone_where_those_are_in_gpu_memory(
 ) -> None:
     with pytest.raises(InsufficientMemory, match=r"lower .* or engine\.host_kv_memory_bytes"):
         resolve(make_spec(engine={"host_kv_memory_bytes": 1 << 50, "device": device}), quiet)
+
+
+@pytest.mark.parametrize(
+    ("device", "vllm", "each"),
+    [
+        ("cpu", {}, 8 + 32),
+        ("cpu", {"max_loras": 40}, 40 + 40),
+        ("cpu", {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}, 4 * (2 + 3)),
+    ],
+)
+def test_adapters_count_as_far_as_workers_keep_them(
+    make_spec: MakeSpec, device: str, vllm: dict[str, int], each: int
+) -> None:
+    """`each`: adapters of rank 16 in the host's memory, for either worker."""
+
+    def model(more: dict[str, Any]) -> ResolvedModel:
+        engine = {"kind": "vllm", "device": device, "block_tokens": 32, "kv_memory_bytes": 1 << 20, "vllm": more}
+        [found] = resolve_models(make_spec(engine=engine), quiet, fetch=False)
+        return found
+
+    config = model({}).config
+    hidden, keys, feed_forward = config.hidden_size, config.kv_heads * config.head_dim, config.intermediate_size
+    elements = 16 * config.layers * (2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + feed_forward))
+    counted = needed_bytes(model({"enable_lora": True, **vllm})) - needed_bytes(model({}))
+    assert counted == 2 * each * elements * DTYPE_BYTES[model({}).spec.engine.dtype]
+
+
+def test_what_is_lowered_for_adapters_is_named(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(engine={"kind": "vllm", "block_tokens": 32, "vllm": {"enable_lora": True}})
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: 0)
+    with pytest.raises(InsufficientMemory, match=r"lower engine\.kv_memory_bytes or engine\.vllm\.max_cpu_loras or "):
+        check_memory(spec, resolve_models(spec, quiet, fetch=False))
 
 
 def test_a_context_beyond_the_models_is_refused(make_spec: MakeSpec) -> None:

@@ -142,6 +142,15 @@ async def test_an_adapter_is_a_model_of_its_own_name(bare: Cluster) -> None:
     await bare.settled()
 
 
+async def test_traces_call_a_model_as_clients_do(bare: Cluster) -> None:
+    await serve(bare, listed(sql=SQL), SQL)
+    bare.says("Hello")
+    for name in ("sql", MODEL):
+        done = await bare.openai.completions.create(model=name, prompt=PROMPT, max_tokens=1)
+        trace = bare.app.observers.traces.store.get(done.id.removeprefix("cmpl-"))
+        assert (trace.model, trace.to_wire().model) == (name, name)
+
+
 async def test_models_list_adapters_with_their_model(bare: Cluster) -> None:
     await serve(bare, listed(sql=SQL))
     models = {each["id"]: each for each in (await bare.http.get("/v1/models")).json()["data"]}

@@ -197,6 +197,24 @@ class TestCopies:
         assert copied_adapter(folder, fingerprint) == copy
         assert [each.name for each in cache.iterdir()] == [fingerprint]
 
+    @pytest.mark.parametrize("broken", ["cut", "empty", "without_config"])
+    def test_a_broken_copy_is_replaced(self, tmp_path: Path, model: Path, cache: Path, broken: str) -> None:
+        """As a power failure leaves it."""
+        folder = write_adapter(tmp_path / "a", model)
+        fingerprint = adapter_fingerprint(folder)
+        copy = copied_adapter(folder, fingerprint)
+        weights, config = copy / WEIGHTS_FILE, copy / CONFIG_FILE
+        match broken:
+            case "cut":
+                weights.write_bytes(weights.read_bytes()[:100])
+            case "empty":
+                weights.write_bytes(b"")
+            case _:
+                config.unlink()
+        assert copied_adapter(folder, fingerprint) == copy
+        assert adapter_fingerprint(copy) == fingerprint
+        assert [each.name for each in cache.iterdir()] == [fingerprint]
+
     @pytest.mark.parametrize("fingerprint", ["", "..", "../../etc", "A" * 32])
     def test_a_fingerprint_is_no_path(self, tmp_path: Path, fingerprint: str) -> None:
         with pytest.raises(ConfigError, match="expected a fingerprint of 32 hex digits"):
