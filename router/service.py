@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -35,7 +36,7 @@ MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
 LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
 MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers of a call
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
-SLICE_TOKENS = 16_384  # submitted between two turns of the event loop: under 1 ms
+SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
 SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
@@ -137,7 +138,7 @@ class RouterService:
         self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: RequestTerms | None = None
     ) -> Answers:
         """Submits `choices` requests for each of `raws`; if one is refused, the others are cancelled. Raises as
-        `submit`. Many are submitted in slices, between which other requests have their turns.
+        `submit`. Many are submitted in slices, between which other requests have as much time.
 
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice. Only
         choice 0 gets the prompt's logprobs.
@@ -154,14 +155,15 @@ class RouterService:
         self._check_answers(requests, choices)
         self._check_limits(requests, terms)
         submitted: list[SubmittedRequest] = []
-        slice_tokens = 0
+        slice_tokens, began_s = 0, time.monotonic()
         try:
             for number in range(total):
                 model, first = parsed[number // choices]
                 request = first if total == 1 else _choice(first, number % choices, f"{request_id}-{number}")
                 if slice_tokens and slice_tokens + _submit_tokens(request) > SLICE_TOKENS:
                     slice_tokens = 0
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(time.monotonic() - began_s)
+                    began_s = time.monotonic()
                 slice_tokens += _submit_tokens(request)
                 submitted.append(SubmittedRequest(request, model, self.dispatcher.submit(model, request, terms)))
         except BaseException:  # also the cancellation of this task
