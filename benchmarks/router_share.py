@@ -28,6 +28,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, RouterSetup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
+from router.edge.grpc_server import MAX_GENERATE_CALLS
 from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2
@@ -136,13 +137,17 @@ async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
 
+        calls = asyncio.Semaphore(MAX_GENERATE_CALLS)  # a poor policy would have more
+
         async def ask(tokens: Sequence[int]) -> float:
             sampling = inference_pb2.SamplingParams(max_tokens=2, ignore_eos=True)
             ids = inference_pb2.TokenIds(ids=tokens)
+            request = inference_pb2.GenerateRequest(model=MODEL, token_ids=ids, sampling=sampling)
             began_s, first_s = time.monotonic(), 0.0
-            async for response in call(inference_pb2.GenerateRequest(model=MODEL, token_ids=ids, sampling=sampling)):
-                if response.HasField("chunk"):
-                    first_s = first_s or time.monotonic()
+            async with calls:
+                async for response in call(request):
+                    if response.HasField("chunk"):
+                        first_s = first_s or time.monotonic()
             return 1000 * (first_s - began_s)
 
         began_s, tasks = time.monotonic(), []

@@ -27,6 +27,7 @@ def test_their_layout_takes_all_devices(theirs: dict[str, Any], layout: ClusterL
     assert layout_of(theirs, 16) == layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_arrivals_are_served_more_slowly_than_even_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(planner_grid, "STEP_TOKENS", (2048,))
