@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _REASONS = {
         "worker_cls",
         "worker_extension_cls",
     ),
-    "set more workers": (
+    "more workers do the same": (
         "data_parallel_address",
         "data_parallel_backend",
         "data_parallel_external_lb",
@@ -51,7 +52,7 @@ _REASONS = {
         "data_parallel_start_rank",
         "enable_elastic_ep",
     ),
-    "the router does this": (
+    "the router has tokenizers, parsers and queues": (
         "generation_config",
         "max_logprobs",
         "max_num_queued_reqs",
@@ -79,29 +80,37 @@ _REASONS = {
         "model_weights",
     ),
 }
-# By Tandem, or by the settings beside `vllm`; with the reason.
+# With the settings that decide the same.
+OURS = {
+    "block_size": "engine.block_tokens",
+    "dtype": "engine.dtype",
+    "gpu_memory_utilization": "engine.device_share",
+    "kv_cache_memory_bytes": "engine.kv_memory_bytes",
+    "max_model_len": "engine.max_model_tokens",
+    "max_num_batched_tokens": "engine.max_step_tokens",
+    "max_num_seqs": "engine.max_running_requests",
+    "num_gpu_blocks_override": "engine.kv_blocks",
+    "served_model_name": "models[].name",
+    "tensor_parallel_size": "prefill.tp and decode.tp",
+}
+# By Tandem; with the reason.
 DECIDED = {name: why for why, names in _REASONS.items() for name in names} | {
     "async_scheduling": "a handoff's blocks are sent as each step ends",
-    "block_size": "set block_tokens",
     "disable_hybrid_kv_cache_manager": "KV of several kinds cannot be exchanged",
-    "dtype": "set dtype",
     "ec_transfer_config": "encoders cannot be disaggregated",
-    "gpu_memory_utilization": "set device_share",
     "kv_cache_dtype": "its scales cannot be exchanged",
-    "kv_cache_memory_bytes": "set kv_memory_bytes",
     "kv_events_config": "Tandem has an index of its own",
     "logprobs_mode": "logprobs are of the model's own distribution",
-    "max_model_len": "set max_model_tokens",
-    "max_num_batched_tokens": "set max_step_tokens",
-    "max_num_seqs": "set max_running_requests",
     "model": "it is the worker's model",
-    "num_gpu_blocks_override": "set kv_blocks",
     "prefix_caching_hash_algo": "block hashes are Tandem's",
     "scheduler_cls": "Tandem's reserves blocks for handoffs",
     "seed": "each request has one",
-    "served_model_name": "set models[].name",
-    "tensor_parallel_size": "set tp",
 }
+
+
+def _instead(name: str) -> str:
+    """Why a setting is refused, or what to set instead."""
+    return f": set {OURS[name]} instead" if name in OURS else f", because {DECIDED[name]}"
 
 
 def engine_config(
@@ -116,12 +125,13 @@ def engine_config(
     """vLLM's configuration. `connector`: the connector's extra settings. Raises ConfigError."""
     known = {each.name for each in dataclasses.fields(EngineArgs)}
     for name in spec.vllm:
-        if name in DECIDED:
-            raise ConfigError(f"engine.vllm.{name}: expected none, because {DECIDED[name]}", field="engine.vllm")
+        if name in OURS or name in DECIDED:
+            raise ConfigError(f"engine.vllm.{name}: expected none{_instead(name)}", field="engine.vllm")
         if name not in known:
+            near = get_close_matches(name.replace("-", "_"), known, 1)
+            hint = f": did you mean {near[0]}?" if near else ", as in its EngineArgs"
             raise ConfigError(
-                f"engine.vllm.{name}: expected a setting that vLLM {__version__} knows, as in its EngineArgs",
-                field="engine.vllm",
+                f"engine.vllm.{name}: expected a setting that vLLM {__version__} knows{hint}", field="engine.vllm"
             )
     settings: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": True, **spec.vllm}
     if takes_adapters:

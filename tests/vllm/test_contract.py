@@ -38,10 +38,10 @@ def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, fou
 def test_what_tandem_decides_is_still_a_setting(rank: VllmRank) -> None:
     from vllm import EngineArgs
 
-    from tandem.vllm_engine.settings import DECIDED
+    from tandem.vllm_engine.settings import DECIDED, OURS
 
     known = {each.name for each in dataclasses.fields(EngineArgs)}
-    assert set(DECIDED) <= known
+    assert {*DECIDED, *OURS} <= known
 
 
 def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
@@ -178,11 +178,13 @@ def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"block_size": 32}, "engine.vllm.block_size: expected none, because set block_tokens"),
+        ({"block_size": 32}, "engine.vllm.block_size: expected none: set engine.block_tokens instead"),
         ({"spec_method": "ngram"}, "drafts have KV of their own"),
-        ({"stream_interval": 4}, "the router does this"),
+        ({"stream_interval": 4}, "the router has tokenizers, parsers and queues"),
         ({"compilation_config": {"bad": 1}}, "engine.vllm: "),
-        ({"no_such_flag": 1}, "engine.vllm.no_such_flag: expected a setting that vLLM"),
+        ({"no_such_flag": 1}, "engine.vllm.no_such_flag: expected a setting that vLLM .* knows, as in its EngineArgs"),
+        ({"enable-prefix-caching": True}, "did you mean enable_prefix_caching?"),
+        ({"long_prefill_token_treshold": 1}, "did you mean long_prefill_token_threshold?"),
         ({"quantization": "no-such"}, "engine.vllm: "),
     ],
 )
