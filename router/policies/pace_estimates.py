@@ -157,11 +157,15 @@ class WorkerEstimates:
         """
         pace = self.pace()
         power, above = pace.place(batch)
-        ratio = seconds / pace.tpot_at_s(batch)
+        expected_s = max(_LEAST_S, pace.tpot_at_s(batch))
+        least, most = (
+            (0.5, 2.0) if power < len(BATCH_SIZES) - 1 else (0.0, 1.0)
+        )  # of steps at sizes within a factor of 2
         for at, share in ((power, 1 - above), (power + 1, above)):
             if share:
                 steps = self._sums.steps[at], self._pool.steps[at]
-                self._observe(*steps, ratio * pace.tpot_s[at] * share, tokens * share)
+                shape = min(most, max(least, pace.tpot_s[at] / expected_s))
+                self._observe(*steps, seconds * shape * share, tokens * share)
 
     @property
     def transfer_to(self) -> Mapping[WorkerEpoch, float]:

@@ -173,6 +173,14 @@ class TestTpot:
         for batch in sizes:
             assert pools.pace(pools.d0).tpot_at_s(batch) == pytest.approx(0.02, rel=0.03)
 
+    def test_of_tokens_that_came_all_at_once_does_not_stay_at_nothing(self, pools: Pools) -> None:
+        pools.d0.decoded(5, 8, 0.0)
+        for _ in range(300):
+            assert pools.pace(pools.d0).tpot_at_s(5) >= 0
+            for batch in (4, 6, 8):
+                pools.d0.decoded(batch, 8, 8 * 0.02)
+        assert pools.pace(pools.d0).tpot_at_s(5) == pytest.approx(0.02, rel=0.15)
+
     def test_of_steps_that_grow_with_the_batch(self, pools: Pools) -> None:
         for _ in range(200):
             for batch in (20, 50, 90, 120):
