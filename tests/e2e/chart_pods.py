@@ -487,18 +487,21 @@ def answer_of(client: subprocess.Popen[bytes]) -> Manifest:
 
 
 class Clients:
-    """Two that ask without end, each time the next of those pods that are ready, as through the endpoints of a Service.
+    """They ask without end, each time the next of those pods that are ready, as through the endpoints of a Service.
 
-    `turns`: pods with routers by turns, one more than once if it has a greater weight.
+    `turns`: pods with routers by turns, one more than once if it has a greater weight. `number`: of clients.
     """
 
-    def __init__(self, turns: Callable[[], list[Pod]]) -> None:
+    def __init__(self, turns: Callable[[], list[Pod]], number: int = 2) -> None:
         self._turns = turns
         self._ended = threading.Event()
         self.answers: Counter[str] = Counter()  # of each pod
         self.failures: list[str] = []
         self._ready: set[Pod] = set()
-        self._threads = [threading.Thread(target=self._watch), *(threading.Thread(target=self._ask) for _ in range(2))]
+        self._threads = [
+            threading.Thread(target=self._watch),
+            *(threading.Thread(target=self._ask) for _ in range(number)),
+        ]
         for thread in self._threads:
             thread.start()
 
