@@ -6,3 +6,4 @@ from typing import Final
 
 GPU_LOST_EXIT_CODE: Final = 74
 ENGINE_HUNG_EXIT_CODE: Final = 75  # of the service process: its engine hangs
+WRONG_CONFIG_EXIT_CODE: Final = 78  # of a rank: started again, it would end so again

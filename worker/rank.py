@@ -35,13 +35,14 @@ from tandem.engine.api import Engine, KvExporter
 from tandem.engine.factory import build_rank
 from tandem.engine.peaks import device_peaks
 from tandem.engine.step_work import WorkShape
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
 from tandem.vllm_engine.launch import build_vllm_rank
 from worker.agents import Agents
+from worker.exit_codes import WRONG_CONFIG_EXIT_CODE
 from worker.gpu_loss import gpu_loss_ends_process
 from worker.inbox import AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
@@ -357,4 +358,5 @@ def main(make_roles: MakeRoles, description: str, build: BuildRank = build_launc
             run(launch, arguments.rank, make_roles, build)
     except TandemError as error:
         log.error("error: %s", error)
-        raise SystemExit(2) from None
+        may_pass = not isinstance(error, ConfigError) or isinstance(error, InsufficientMemory | PortInUse)
+        raise SystemExit(2 if may_pass else WRONG_CONFIG_EXIT_CODE) from None

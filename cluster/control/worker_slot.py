@@ -20,7 +20,7 @@ from tandem.config.launch import WorkerLaunch
 from tandem.config.model import PoolSpec, Role
 from tandem.config.spec import ClusterSpec
 from tandem.v1 import cluster_pb2
-from worker.exit_codes import GPU_LOST_EXIT_CODE
+from worker.exit_codes import GPU_LOST_EXIT_CODE, WRONG_CONFIG_EXIT_CODE
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_D
 
 
 Place = Callable[[], Awaitable[Sequence[MemberHandle]]]
+TELLING = (GPU_LOST_EXIT_CODE, WRONG_CONFIG_EXIT_CODE)  # of several processes that ended, the one that says why
 
 
 def _is_gpu_loss(end: MemberEnd) -> bool:
@@ -202,7 +203,7 @@ class WorkerSlot:
                     reason=f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
                 )
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return min((end.result() for end in done), key=lambda end: (not _is_gpu_loss(end), end.reason))
+            return min((end.result() for end in done), key=lambda end: (end.exit_code not in TELLING, end.reason))
         finally:
             for end in ends:
                 end.cancel()
@@ -230,12 +231,12 @@ class WorkerSlot:
         self._failures = 1 if self._was_stable() else self._failures + 1
         self._gpu_losses += self._ready_since_s is None and _is_gpu_loss(end)
         self._ready_since_s = None
-        given_up = self._cannot_start()
+        given_up = self._cannot_start(end)
         self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
         log.warning("%s ended: %s", self.worker_id, self.reason)
         self._on_change(self)
 
-    def _cannot_start(self) -> bool:
+    def _cannot_start(self, end: MemberEnd) -> bool:
         """A worker that was ready once is restarted for ever, except on a dead GPU. It keeps that GPU reserved, so that
         no other worker starts there."""
         if self._gpu_losses >= FAILED_GPU_STARTS:
@@ -244,7 +245,8 @@ class WorkerSlot:
                 f"the worker (`tandem drain {self.worker_id}`); {self.reason}"
             )
             return True
-        return not self._was_ever_ready and self._failures >= FAILED_STARTS
+        tries = 1 if end.exit_code == WRONG_CONFIG_EXIT_CODE else FAILED_STARTS
+        return not self._was_ever_ready and self._failures >= tries
 
     def _was_stable(self) -> bool:
         """A worker that ends right after it became ready restarts with growing backoff."""

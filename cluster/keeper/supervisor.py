@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NoReturn
 
 from cluster.devices import CPU
@@ -25,6 +26,7 @@ from cluster.keeper.line_relay import LineRelay
 from cluster.keeper.lossy_output import LossyOutput
 from cluster.keeper.members import MemberEnd, MemberStart, ProcessSpec, RunningProcess
 from tandem.files import replace_file
+from tandem.telemetry.logs import error_told
 from tandem.telemetry.resource_watch import shortage
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ STABLE_S = 10.0  # a process that ran for so long restarts with the shortest del
 TAIL_BYTES = 4096
 LOG_BYTES = 64 << 20  # a log has at most this, and the file before it
 LOG_CHECK_S = 5.0
+LONGEST_HINT = 600
 LAST_LINES_S = 1.0  # for what a process that has ended left in its pipe
 # A log line of tandem.telemetry.logs below warning, as text or JSON. Any other line may be the end of a traceback.
 _HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
@@ -199,7 +202,9 @@ class Supervisor:
         elif self._output is None:
             path = self._log_of(process)
             last, where = _last_line(path), str(path)
-        return f": {last[:400]}" if last and not _HARMLESS.match(last) else f"; its log: {where}"
+        if not last or _HARMLESS.match(last):
+            return f"; its log: {where}"
+        return f": {shorten(error_told(last) or last, LONGEST_HINT, placeholder=' …')}"
 
 
 def _last_line(path: Path) -> str:

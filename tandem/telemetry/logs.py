@@ -7,6 +7,7 @@ Prompts and outputs are never logged. Only a process's `__main__` calls `setup_l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -66,6 +67,13 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def error_told(line: str) -> str:
+    """What a log's line says after `error: `, by which a process tells why it ends; empty if it says no such thing."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        line = f": {json.loads(line)['message']}"
+    return line.partition(": error: ")[2]
 
 
 class RareTracebacks(logging.Filter):

@@ -26,7 +26,7 @@ from tandem.config.model import Role
 from tandem.config.spec import ClusterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.exit_codes import GPU_LOST_EXIT_CODE
+from worker.exit_codes import GPU_LOST_EXIT_CODE, WRONG_CONFIG_EXIT_CODE
 
 
 class ScriptedMember:
@@ -250,6 +250,18 @@ async def test_a_worker_that_never_became_ready_is_given_up_with_its_reason(
         assert reported[-1] is WorkerState.FAILED
         assert not slot.accepts(slot.epoch)
     assert len(member.starts) == FAILED_STARTS
+
+
+async def test_a_start_that_its_configuration_forbids_is_not_tried_again(model: ResolvedModel, tmp_path: Path) -> None:
+    member, other = ScriptedMember(), ScriptedMember()
+    async with running(model, tmp_path, [member, other]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        await asyncio.sleep(0)
+        other.end("rank-1 was killed")  # as it is by what it waits for
+        member.end("rank-0 ended with exit code 78: engine.vllm: no such setting", WRONG_CONFIG_EXIT_CODE)
+        await until(lambda: slot.is_given_up)
+        assert slot.reason == "rank-0 ended with exit code 78: engine.vllm: no such setting"
+    assert len(member.starts) == 1
 
 
 async def test_a_worker_that_was_ready_once_is_never_given_up(model: ResolvedModel, tmp_path: Path) -> None:
