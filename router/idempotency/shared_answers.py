@@ -2,7 +2,8 @@
 
 The router that sets a key first owns it and runs the request. It renews the key's lease until it writes the done
 answer. Another router waits for that answer, or owns the key itself once the lease has ended. Values carry a MAC of the
-cluster's secret, so no other user of Redis can forge an answer. Without Redis a router runs the request itself.
+cluster's secret, so no other user of Redis can forge an answer. Without Redis a router runs the request itself; where
+Redis is slow, it does so while its claim is under way.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_SHARED_BYTES = 1 << 20  # of one answer
 LEASE_S = 5.0
 POLL_S = 0.2
+CLAIM_S = 0.1  # so long a request waits for Redis before it runs
 ANSWER_S = 0.5
 REST_S = 5.0  # without Redis, after it has failed
 _MAC_BYTES = 32
@@ -69,6 +71,7 @@ class SharedAnswers:
         *,
         lease_s: float = LEASE_S,
         poll_s: float = POLL_S,
+        claim_s: float = CLAIM_S,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._redis = connect(redis_url)
@@ -79,6 +82,7 @@ class SharedAnswers:
         self._clock = clock
         self._lease_ms = round(lease_s * 1000)
         self._poll_s = poll_s
+        self._claim_s = claim_s
         self._answer_s = answer_s
         self._rests_until_s = clock.now_s()
 
@@ -93,7 +97,7 @@ class SharedAnswers:
         while True:
             value: bytes | None = None
             try:
-                if await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)):
+                if await self._claimed(key, claim, None if is_elsewhere else self._claim_s):
                     return await self._own(key, claim, owner, request, log, produce)
                 is_elsewhere = True
                 value = await self._value(key)
@@ -116,6 +120,17 @@ class SharedAnswers:
                     retry_after_s=1.0,
                 )
             await asyncio.sleep(self._poll_s)
+
+    async def _claimed(self, key: str, claim: bytes, wait_s: float | None) -> bool:
+        """True also where Redis does not answer in time: the claim may still succeed, and its renewal finds out."""
+        asking = asyncio.ensure_future(self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)))
+        asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen, whoever waits
+        try:
+            await asyncio.wait({asking}, timeout=wait_s)
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+        return not asking.done() or bool(asking.result())
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -244,7 +244,7 @@ async def test_users_with_nothing_but_the_documented_commands_are_enough(
     assert admin.keys() == []
 
 
-@pytest.mark.acceptance(9, here="the index: 1.5 s")
+@pytest.mark.acceptance(9, here="the index: no request ever waits for it")
 async def test_redis_that_never_answers_costs_requests_nothing(side: IndexReplica, tmp_path: Path) -> None:
     connections: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_unix_server(lambda _, writer: connections.append(writer), tmp_path / "silent.sock")

@@ -13,7 +13,7 @@ from router.idempotency import shared_answers
 from router.idempotency.answer_log import AnswerLog, Head
 from router.idempotency.keyed_answers import KeyedAnswers, KeyedRequest, Produce
 from router.idempotency.keyed_metrics import Api, Outcome
-from router.idempotency.shared_answers import SharedAnswers
+from router.idempotency.shared_answers import CLAIM_S, SharedAnswers
 from router.testing.index import RedisServer
 from router.testing.stub_worker import until
 from tandem.clock import SystemClock
@@ -45,7 +45,7 @@ class Routers:
         self.size_bytes = 10
         self.made: list[KeyedAnswers] = []
 
-    def router(self, secret: str = "s", lease_s: float = LEASE_S, answer_s: float = 60.0) -> int:
+    def router(self, secret: str = "s", lease_s: float = LEASE_S, claim_s: float = 60.0, answer_s: float = 60.0) -> int:
         number = len(self.made)
         shared = SharedAnswers(
             self.url,
@@ -56,6 +56,7 @@ class Routers:
             SystemClock(),
             lease_s=lease_s,
             poll_s=0.02,
+            claim_s=claim_s,
             answer_s=answer_s,
         )
         self.made.append(KeyedAnswers(IdempotencySpec(grace_s=0.0), shared, partial(self._count, number)))
@@ -298,6 +299,33 @@ async def test_without_redis_each_router_runs_it_once(routers: Routers, server: 
     finally:
         if how == "frozen":
             server.thaw()
+
+
+@pytest.mark.acceptance(
+    9, here="a request with an idempotency key: it runs after 0.1 s, and the key holds all the same"
+)
+async def test_a_request_does_not_wait_for_a_silent_redis_and_owns_its_key_when_that_answers(
+    routers: Routers, server: RedisServer
+) -> None:
+    number = routers.router(claim_s=CLAIM_S)
+    routers.end.set()
+    await routers.ask(number, KeyedRequest(b"before", b"what", 60.0))  # which connects
+    routers.end.clear()
+    server.freeze()
+    try:
+        first = routers.ask(number)
+        await until(lambda: routers.runs == [number, number])
+    finally:
+        server.thaw()
+    redis = Redis.from_url(server.url)
+    await until(lambda: len(redis.keys()) == 2)
+    second = routers.ask(1)
+    await until(
+        lambda: redis.info("commandstats")["cmdstat_set"]["calls"] > 3
+    )  # of the first key two, and each claim of the other
+    routers.end.set()
+    assert [await first, await second] == [(DONE, False), (DONE, True)]
+    assert routers.runs == [number, number]
 
 
 async def test_a_router_that_waits_does_not_run_it_because_redis_is_lost(routers: Routers, server: RedisServer) -> None:
