@@ -10,7 +10,8 @@ and in the ends that `Transports` creates. Fault points, each an operation that 
     the sender's operations      hello connect send_probe push
     the receiver's operations    prepare join fetch place
 
-`--killed-at POINT` kills the agent instead, when it first gets there.
+`--killed-at POINT` kills the agent instead, when it first gets there; the next agent on its socket lives. Points are
+also the messages between the agent, its rank and its leader, by their types: before one is sent or handled.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from kvtransfer.agent import agent
@@ -43,7 +45,10 @@ from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import Transports
 from kvtransfer.transports.protocol import KvReceiver, KvSender, PieceArrival, WelcomeTerms
 from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
+from tandem.rpc.channel import Channel
 from tandem.testing.models import FaultPlan, FaultSettings, OperationFault, OperationFaultKind
+
+T = TypeVar("T")
 
 HANG_S: Final = 3600.0
 _ANY_FRAME: Final = tuple(OperationFaultKind)
@@ -302,18 +307,36 @@ async def apply_fault(fault: OperationFault | None, point: str, thread: LinkThre
 
 
 class FatalPlan(FaultPlan):
-    """Kills the process at its first operation at `point`."""
+    """Kills the process at its first operation at `point`, which `killed` notes."""
 
-    def __init__(self, point: str) -> None:
+    def __init__(self, point: str, killed: Path) -> None:
         super().__init__(FaultSettings(every=1, limit=0))
         self._point = point
+        self._killed = killed
 
     def next(
         self, point: str, can: Collection[OperationFaultKind] = tuple(OperationFaultKind)
     ) -> OperationFault | None:
-        if point == self._point:
+        if point == self._point and not self._killed.exists():
+            self._killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+
+def counted_channel(plan: FaultPlan) -> type[Channel[T]]:
+    """A channel to rank or leader whose messages the plan counts."""
+
+    class CountedChannel(Channel[T]):
+        def send(self, message: msgspec.Struct) -> None:
+            plan.next(type(message).__name__, ())
+            super().send(message)
+
+        async def __aiter__(self) -> AsyncIterator[T]:
+            async for message in super().__aiter__():
+                plan.next(type(message).__name__, ())
+                yield message
+
+    return CountedChannel
 
 
 class FaultyTransports(Transports):
@@ -337,6 +360,11 @@ class FaultyTransports(Transports):
 def faults_of(socket_path: Path) -> Path:
     """The file in which the agent at `socket_path` logs each fault: a line with point and kind."""
     return socket_path.with_suffix(".faults")
+
+
+def killed_of(socket_path: Path) -> Path:
+    """There once the agent at `socket_path` was killed at its point."""
+    return socket_path.with_suffix(".killed")
 
 
 def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
@@ -366,7 +394,10 @@ def run() -> None:
         with faults_of(options.socket).open("a") as file:
             file.write(f"{point} {fault.kind}\n")
 
-    plan = FatalPlan(options.killed_at) if options.killed_at else FaultPlan(options.faults, note)
+    plan = FaultPlan(options.faults, note)
+    if options.killed_at:
+        plan = FatalPlan(options.killed_at, killed_of(options.socket))
+        agent.Channel = counted_channel(plan)  # type: ignore[attr-defined]
     main(FaultyTransports(plan), [*others, "--socket", str(options.socket)])
 
 

@@ -89,7 +89,7 @@ async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
 
 
 @pytest.mark.parametrize("points", [TO_BEGIN, TO_END])
-@pytest.mark.acceptance(16, here="about 12 points, 15 times", soak="600 times")
+@pytest.mark.acceptance(16, here="10 points that fail, 15 times", soak="600 times")
 async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothing(
     cluster: FakeCluster, soak: Soak, points: tuple[str, ...]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from kvtransfer.agent.agent import HUNG_EXIT_CODE
 from kvtransfer.control import CloseReceive, LinkReport, ReceiveClosed, SendFailed, SetPeers
+from kvtransfer.testing.agent import killed_of
 from kvtransfer.testing.cluster import FakeCluster
 from kvtransfer.testing.handoff import Handoff
 from kvtransfer.testing.leader import FakeLeader, LeaderTicket
@@ -126,6 +128,46 @@ async def test_a_worker_that_dies_and_comes_back_disturbs_no_survivor(
                     await asyncio.sleep(0.005)
             await cluster.start(victim, **OPTIONS[victim])
     assert survivor.worker.ranks[0].process.pid == pid
+    await cluster.check_conservation()
+
+
+SENDER_POINTS = (
+    *("hello", "connect", "probe", "send_probe", "open", "push", "piece", "digest", "memory", "finish", "abort"),
+    *("Attached", "SetPeers", "LinkReport"),
+    *("OpenSend", "BeginStep", "LayerDone", "Sent", "SendFailed", "CloseSend", "SendClosed"),
+)
+RECEIVER_POINTS = (
+    *("prepare", "join", "probed", "accept", "fetch", "place", "ack", "fail", "aborted"),
+    *("OpenReceive", "Received", "ReceiveFailed", "CloseReceive", "ReceiveClosed"),
+)
+POINTS = [("prefill-0", point) for point in SENDER_POINTS] + [("decode-0", point) for point in RECEIVER_POINTS]
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [pytest.param(*each, marks=[] if each[1] in ("memory", "Received") else pytest.mark.slow) for each in POINTS],
+)
+@pytest.mark.acceptance(16, here="an agent dies at each of 35 points", soak="the same")
+async def test_an_agent_that_dies_at_any_point_of_a_handoff_leaves_every_block_accounted_for(
+    cluster: FakeCluster, victim: str, point: str
+) -> None:
+    """Some are cancelled, and some arrive broken: both have points of their own."""
+    fatal = {"launcher": ("kvtransfer.testing.agent", "--killed-at", point)}
+    for name in ("prefill-0", "decode-0"):
+        await cluster.start(name, **OPTIONS[name] | (fatal if name == victim else {}))
+    killed = killed_of(cluster.members[victim].worker.ranks[0].socket_path)
+    choose = random.Random(3)
+
+    async def one(number: int) -> None:
+        if number % 3 == 0:
+            await cluster.handoff("prefill-0", "decode-0", seed=number, cancel_after_s=choose.uniform(0.0, 0.02))
+        else:
+            await cluster.request("prefill-0", "decode-0", number)
+
+    async with asyncio.timeout(WITHIN_S):
+        numbers = itertools.count()
+        while not killed.exists() or cluster.tally.right < 3:
+            await asyncio.gather(*(one(next(numbers)) for _ in range(4)))
     await cluster.check_conservation()
 
 
