@@ -157,6 +157,7 @@ def speculating(model_dir: Path, sizes: Sizes) -> dict[str, dict[str, Any]]:
         "draft": {"speculation": "draft", "speculation_weights": "int4"},
         "early_exit": {"speculation": "early_exit", "speculation_model": str(fitted(Kind.EARLY_EXIT, sizes))},
         "medusa": {"speculation": "medusa", "speculation_model": str(fitted(Kind.MEDUSA, sizes))},
+        "eagle3": {"speculation": "eagle3", "speculation_model": str(fitted(Kind.EAGLE3, sizes))},
     }
 
 
@@ -185,6 +186,7 @@ def draft_share(name: str, config: ModelConfig) -> float:
         "draft": 0.75 * config.layers * layer + head,  # groups of 32 with a scale and a minimum; an int8 head
         "early_exit": 4.0 * (EXIT_LAYER * layer + square + fitted_head),
         "medusa": 4.0 * (HEADS * square + fitted_head),
+        "eagle3": 4.0 * (layer + config.hidden_size * config.head_dim * heads + fitted_head),
     }[name]
     return bytes_read / (4.0 * (config.layers * layer + head))
 

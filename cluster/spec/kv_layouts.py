@@ -33,13 +33,15 @@ class _RoleLayout:
 def check_handoff(spec: ModelSpec, config: ModelConfig) -> None:
     """Raises ConfigError naming the field if workers of the two roles cannot exchange KV blocks."""
     prefill, decode = (_role_layout(spec, role, config) for role in Role)
-    settings = [spec.engine_of(role).vllm for role in Role]
-    if settings[0] != settings[1]:
-        fields = [spec.engine_field(role, "vllm") for role in Role]
-        field = max(fields, key=len)  # of a role that has its own
-        raise ConfigError(
-            f"{field}: expected the same for both roles, because KV depends on it: set it in engine.vllm", field=field
-        )
+    engines = [spec.engine_of(role) for role in Role]
+    has_layer = any(engine.drafter_layers for engine in engines)
+    for name in ("vllm", *(("speculation", "speculation_model") if has_layer else ())):
+        if getattr(engines[0], name) != getattr(engines[1], name):
+            field = max((spec.engine_field(role, name) for role in Role), key=len)  # of a role that has its own
+            raise ConfigError(
+                f"{field}: expected the same for both roles, because KV depends on it: set it in engine.{name}",
+                field=field,
+            )
     try:
         check_compatible(prefill, decode)
     except IncompatiblePools as error:
@@ -55,7 +57,7 @@ def _role_layout(spec: ModelSpec, role: Role, config: ModelConfig) -> _RoleLayou
     is_vllm = engine.kind == "vllm"  # on CPUs, the only device so far
     return _RoleLayout(
         engine.pool_dtype,
-        config.layers,
+        config.layers + engine.drafter_layers,
         config.kv_heads,
         2 * head_dim if is_vllm else head_dim,
         engine.block_tokens,

@@ -305,7 +305,8 @@ def _pool_bytes(model: ResolvedModel, engine: EngineSpec, tp: int) -> int:
     if engine.kv_blocks is None:
         return engine.cpu_pool_bytes
     cell_bytes = cell_width(config.head_dim, engine.pool_dtype) * DTYPE_BYTES[engine.pool_dtype]
-    return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
+    layers = config.layers + engine.drafter_layers
+    return engine.kv_blocks * engine.block_tokens * 2 * layers * config.rank_kv_heads(tp) * cell_bytes
 
 
 def _memory_fields(*models: ResolvedModel) -> str:

@@ -36,13 +36,14 @@ class ModelConfig:
     traits: Traits
 
     @classmethod
-    def load(cls, model_dir: Path) -> ModelConfig:
-        """Reads `config.json`, and the end tokens of `generation_config.json` if it exists.
+    def load(cls, model_dir: Path, architecture: str | None = None) -> ModelConfig:
+        """Reads `config.json`, and the end tokens of `generation_config.json` if it exists. `architecture`: None: what
+        `config.json` says.
 
         Raises CheckpointError naming the file, the field, what was expected and what was found.
         """
         config = JsonFields.read(model_dir / "config.json")
-        architecture = _architecture(config)
+        architecture = architecture or _architecture(config)
         family = FAMILIES[architecture]
         _refuse_quantised(config)
         heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")

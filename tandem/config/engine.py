@@ -99,20 +99,21 @@ class EngineSpec(Frozen):
         description="When a static or dynamic batch begins that is not full. static: no request came for this time. "
         f"dynamic: its first one has waited for it. Unset: {_WINDOW_S}.",
     )
-    speculation: Literal["none", "auto", "lookup", "lookahead", "draft", "early_exit", "medusa"] = Field(
+    speculation: Literal["none", "auto", "lookup", "lookahead", "draft", "early_exit", "medusa", "eagle3"] = Field(
         "none",
         description="Tokens that are proposed and verified in the same step, where that pays. lookup: those that "
         "followed the last ones when they came before in prompt or answer. auto: lookup that rests while nothing pays. "
-        "lookahead: those that the model chose after wrong ones. draft, early_exit, medusa: those of a smaller model, "
-        "of the model's first layers, and of heads on its last hidden state.",
+        "lookahead: those that the model chose after wrong ones. draft, early_exit, medusa, eagle3: those of a "
+        "smaller model, of the model's first layers, of heads on its last hidden state, and of a layer that reads its "
+        "hidden states.",
     )
     speculation_adaptive: bool = Field(
         True, description="Propose as many tokens as pay. false: speculation_tokens for each request, for measuring."
     )
     speculation_model: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="Name of a pulled draft model or its folder; folder of Medusa heads, or of a trained early exit "
-        "(optional).",
+        description="Name of a pulled draft model or its folder; folder of Medusa heads, of an EAGLE-3 head, or of a "
+        "trained early exit (optional).",
     )
     speculation_weights: Literal["dense", "int8", "int4", "fp8"] | None = Field(
         None,
@@ -174,14 +175,14 @@ class EngineSpec(Frozen):
             raise ValueError(
                 f"speculation_weights: expected none with speculation {kind}, got {self.speculation_weights}"
             )
-        if model is None and (kind == "medusa" or (kind == "draft" and self.speculation_weights is None)):
+        if model is None and (kind in {"medusa", "eagle3"} or (kind == "draft" and self.speculation_weights is None)):
             raise ValueError(f"speculation_model: expected a folder or name with speculation {kind}, got none")
         if kind == "draft" and model is None and self.speculation_weights == self.weights:
             raise ValueError(
                 f"speculation_weights: expected another format than weights, got {self.weights} for both: the model "
                 "would draft itself"
             )
-        if kind not in {"draft", "medusa", "early_exit"} and model is not None:
+        if kind not in {"draft", "medusa", "early_exit", "eagle3"} and model is not None:
             raise ValueError(f"speculation_model: expected none with speculation {kind}, got {model}")
         if kind == "early_exit" and model is None and layers is None:
             raise ValueError("speculation_layers: expected a number of layers with speculation early_exit, got none")
@@ -206,6 +207,11 @@ class EngineSpec(Frozen):
     @property
     def pool_dtype(self) -> str:
         return {"auto": self.dtype, "int8": "int8", "fp8": "float8_e4m3"}[self.kv_dtype]
+
+    @property
+    def drafter_layers(self) -> int:
+        """Layers of KV that a drafter adds to the model's own."""
+        return int(self.speculation == "eagle3")
 
     @property
     def cpu_pool_bytes(self) -> int:

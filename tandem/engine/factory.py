@@ -135,7 +135,8 @@ def build_rank(
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
     if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
         log.warning("engine.kv_dtype: fp8 may be too coarse for keys with a bias; compare outputs with kv_dtype auto")
-    block = block_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
+    layers = config.layers + spec.drafter_layers
+    block = block_layout(spec, layers=layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
     kernels = choose_kernels(spec, block, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
@@ -147,7 +148,7 @@ def build_rank(
     if matrix.is_native:
         torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, block, dtype, device)
-    drafts = choose_drafts(spec, Target(model_dir, model, matrix, kernels, paged, max_model_tokens))
+    drafts = choose_drafts(spec, Target(model_dir, model, tp, matrix, kernels, paged, max_model_tokens))
     draw_rows = _draw_rows_of_all(group, device, config.vocab_size)
     runner_of = partial(
         ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged, draw_rows=draw_rows

@@ -16,7 +16,7 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
 from tandem.engine.device.sampler import DrawRows
-from tandem.engine.drafts.drafter import Drafted, Drafter
+from tandem.engine.drafts.drafter import Computed, Drafted, Drafter
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.layer_reports import LayerReports
@@ -24,7 +24,7 @@ from tandem.engine.output import Launched, best_of_any, launched
 from tandem.engine.prompt_logprobs import score
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.decoder import Attend, Decoder
+from tandem.model.decoder import Decoder, StoringAttend
 from tandem.native.library import Kernels
 from tandem.scheduler.plan import ExportRange
 
@@ -102,18 +102,23 @@ class ModelRunner:
             end += len(sequence.token_ids)
             rows += range(end - sequence.samples, end)
         reported = layers_to_report(step.exports, self._pool.layout)
-        inputs = to_device(np.array(token_ids, dtype=np.int64), self._device)
-        sampled = to_device(np.array(rows, dtype=np.int64), self._device)
+        inputs, where, sampled = (
+            to_device(np.array(each, dtype=np.int64), self._device) for each in (token_ids, positions, rows)
+        )
+        attend, drafter = self.attention_over(self._pool, sequences), self.drafter
         hidden = self._model.hidden(
             inputs,
-            to_device(np.array(positions, dtype=np.int64), self._device),
-            self.attention_over(self._pool, sequences),
+            where,
+            attend,
             partial(self._layer_done, reported),
             rows=None if scored else sampled,
+            entered=None if drafter is None else drafter.entered,
         )
         hidden_of_samples = hidden[sampled] if scored else hidden
-        if self.drafter is not None:
-            self.drafter.keep(hidden_of_samples)
+        if drafter is not None:
+            drafter.keep(Computed(sequences, inputs, where, sampled, hidden_of_samples, attend))
+        for layer in range(len(self._model.layers), self._pool.layout.layers):  # a drafter's, even if it failed
+            self._layer_done(reported, layer)
         logits = self._model.logits(hidden_of_samples)
         scores = [
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
@@ -122,7 +127,7 @@ class ModelRunner:
         best = best_of_any(logits, self._kernels)
         return launched(sequences, logits, best, inputs[sampled], scores, self._reports.flush, self._draw_rows)
 
-    def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> Attend:
+    def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> StoringAttend:
         return attention_of(self._kernels, self._paged, pool, self._model.attention, sequences)
 
     def _drafted(self, sequences: list[SequenceStep], told: Callable[[Drafted], None] | None) -> list[SequenceStep]:

@@ -60,12 +60,25 @@ class Checkpoint:
         """Names that were neither read nor left to another rank, which the model would silently ignore."""
         return frozenset(self._unread)
 
-    def leave_to_other_rank(self, name: str) -> None:
-        """Marks a tensor as read by another rank."""
+    def leave(self, name: str) -> None:
+        """Marks a tensor as read by another rank, or as not needed."""
         self._unread.discard(name)
 
     def file_of(self, name: str) -> Path:
         return self._files[name][0]
+
+    def read_ids(self, name: str, count: int) -> Tensor:
+        """Reads `count` integers, as int64."""
+        if name not in self._files:
+            raise CheckpointError(f"{self._model_dir}: expected tensor {name} of {count} integers, found none")
+        path, opened = self._files[name]
+        self._unread.discard(name)
+        found: Tensor = opened.get_tensor(name)
+        if list(found.shape) != [count] or found.is_floating_point():
+            raise CheckpointError(
+                f"{path}: {name}: expected {count} integers, got {found.dtype} of shape {list(found.shape)}"
+            )
+        return found.to(self._device, torch.int64)
 
     def read(
         self,

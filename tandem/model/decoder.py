@@ -31,6 +31,12 @@ class Attend(Protocol):
         ...
 
 
+class StoringAttend(Attend, Protocol):
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Only stores k and v of the step's tokens."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
     """Parameters of a model's attention.
@@ -145,6 +151,7 @@ class Decoder:
         on_layer: Callable[[int], None] | None = None,
         layers: int | None = None,
         rows: Tensor | None = None,
+        entered: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """The hidden states of a step's tokens after all layers, or after the first `layers`.
 
@@ -155,19 +162,21 @@ class Decoder:
             on_layer: called with each layer's number once its keys and values are in the pool.
             rows: [rows] int64, the tokens whose hidden states are needed; None: all. Of the last layer, only they are
                 computed beyond attention, so the first token of a long prompt comes soon after its KV.
+            entered: called with each layer's number but the first one's, and the hidden states [tokens, hidden] that
+                it gets.
 
         Returns:
             [tokens, hidden], or [rows, hidden].
         """
         rotations = [rope.rotation(positions) for rope in self._ropes]
-        x = self._ends.embedding(token_ids)
-        if self._embedding_scale != 1.0:
-            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
+        x = self.embedded(token_ids)
         added: Tensor | None = None  # to x, by the layer before
         chosen = self.layers[:layers]
         for number, layer in enumerate(chosen):
             norm = layer.attention_norm
             x, normed = (x, norm(x)) if added is None else norm.of_sum(x, added)
+            if entered is not None and number:
+                entered(number, x)
             q, k, v = layer.attention.project(normed, rotations[self._rope_of[number]])
             attended = attend(number, q, k, v)
             if on_layer is not None:
@@ -180,6 +189,13 @@ class Decoder:
             x, normed = layer.mlp_norm.of_sum(x, added)
             added = _normed(layer.mlp(normed), layer.mlp_output_norm)
         return x if added is None else x + added
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 → [tokens, hidden], as the first layer gets them."""
+        x = self._ends.embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
+        return x
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → the same, as the head gets it."""

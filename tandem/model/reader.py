@@ -58,12 +58,13 @@ class WeightReader:
             weight = weight.float() + offset
         return RmsNorm(weight, self.config.rms_norm_eps, self.ops)
 
-    def attention(self, prefix: str, *, fused: bool = False) -> Attention:
-        """`fused`: queries, keys and values are in one tensor, `qkv_proj`."""
+    def attention(self, prefix: str, *, fused: bool = False, width: int | None = None) -> Attention:
+        """`fused`: queries, keys and values are in one tensor, `qkv_proj`. `width`: of its input; None: the hidden
+        size."""
         config, traits = self.config, self.config.traits
         query, key, value = self._head_parts(fused)
         return Attention(
-            qkv=self._columns(prefix, [query, key, value], traits.qkv_bias),
+            qkv=self._columns(prefix, [query, key, value], traits.qkv_bias, width),
             out=self._rows(prefix + "o_proj", config.heads * config.head_dim, self._query_rows, traits.out_bias),
             heads=config.heads // self.tp.size,
             kv_heads=config.rank_kv_heads(self.tp.size),
@@ -102,7 +103,7 @@ class WeightReader:
         own = self.tp.shard(experts.count)
         for number in (*range(own.start), *range(own.stop, experts.count)):
             for name in (gate, up, down):
-                self.checkpoint.leave_to_other_rank(f"{prefix}experts.{number}.{name}.weight")
+                self.checkpoint.leave(f"{prefix}experts.{number}.{name}.weight")
 
         def each(names: Sequence[str], shape: Sequence[int]) -> tuple[Matrix, ...]:
             return tuple(
@@ -155,10 +156,12 @@ class WeightReader:
     def _rows_of_heads(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_dim, heads.stop * self.config.head_dim)
 
-    def _columns(self, prefix: str, parts: Sequence[Rows], bias: bool) -> ColumnParallelLinear:
+    def _columns(
+        self, prefix: str, parts: Sequence[Rows], bias: bool, width: int | None = None
+    ) -> ColumnParallelLinear:
         """Several projections of the same input as one matrix, to compute one product instead of three."""
-        hidden, read = self.config.hidden_size, self.checkpoint.read
-        weights = [read(f"{prefix}{part.name}.weight", [part.total, hidden], rows=part.own) for part in parts]
+        width, read = width or self.config.hidden_size, self.checkpoint.read
+        weights = [read(f"{prefix}{part.name}.weight", [part.total, width], rows=part.own) for part in parts]
         biases = [read(f"{prefix}{part.name}.bias", [part.total], rows=part.own) for part in parts] if bias else []
         return ColumnParallelLinear(self.matrix(self._placed(weights), self._placed(biases) if bias else None))
 

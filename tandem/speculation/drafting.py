@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from tandem.speculation.proposers import Candidate, Draft, Prospect, Speculation, Verified
@@ -90,6 +91,23 @@ class Heads:
 
     def learn(self, state: Speculation, verified: Verified) -> None:
         """Nothing is kept but where the hidden state is, which the engine notes."""
+
+
+class States(Heads):
+    """A layer on hidden states, token after token. It hears where they are of each request, also where it drafts
+    nothing: it keeps the KV of each token."""
+
+    at_once = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, sys.maxsize)
+
+    def drafts(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[Draft | None]:
+        pairs = zip(candidates, counts, strict=True)
+        return [
+            Draft(count, sample=each.state.sample) if each.state.sample >= 0 and each.pending == 1 else None
+            for each, count in pairs
+        ]
 
 
 def _prospect(candidate: Candidate, most: int, missing: int = 0) -> Prospect | None:

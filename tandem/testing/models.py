@@ -26,6 +26,7 @@ CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_JOINED: Final = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _SMALLEST_VOCAB: Final = len(SPECIAL_TOKENS) + 256
 
 
@@ -214,6 +215,28 @@ def write_tiny_llama(
     _write_json(directory / "config.json", config)
     _write_json(directory / "tokenizer.json", _byte_tokenizer(vocab))
     _write_json(directory / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE})
+    return directory
+
+
+def write_tiny_eagle(directory: Path, model_dir: Path, *, known: int = 100, **more: Any) -> Path:
+    """Writes a random EAGLE-3 head for a tiny Llama, in the published format: of `known` of its tokens. `more`: fields
+    of config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((model_dir / "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": known}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": False} | more
+    hidden, rng = config["hidden_size"], np.random.default_rng(5)
+    shapes = {
+        name.replace("model.layers.0.", "midlayer."): (rows[0], 2 * hidden) if name.endswith(_JOINED) else rows
+        for name, rows in _shapes(config).items()
+        if name.startswith("model.layers.0.")
+    }
+    shapes |= {"midlayer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (known, hidden)}
+    tensors: dict[str, NDArray[Any]] = {name: _random(rng, name, shape, 1.0) for name, shape in shapes.items()}
+    ids = np.sort(rng.permutation(config["vocab_size"])[:known])
+    tensors |= {"d2t": ids - np.arange(known), "t2d": np.isin(np.arange(config["vocab_size"]), ids)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", config)
     return directory
 
 

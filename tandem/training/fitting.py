@@ -66,13 +66,13 @@ def fit_medusa(states: States, vocabulary: Vocabulary, heads: int, passes: int, 
 
     def loss(rows: Tensor) -> Tensor:
         each = [
-            WEIGHT_AHEAD**number * _cross_entropy(logits(number, hidden[rows]), targets[rows, number + 1])
+            WEIGHT_AHEAD**number * cross_entropy(logits(number, hidden[rows]), targets[rows, number + 1])
             for number in range(heads)
         ]
         return torch.stack(each).sum()
 
     known = int(len(hidden) * (1 - HELD_OUT))
-    _descend(loss, [*weights, *biases], [head], known, passes, report)
+    descend(loss, [*weights, *biases], [head], known, passes, report)
     with torch.no_grad():
         for number in range(heads):
             right = logits(number, hidden[known:]).argmax(dim=1) == targets[known:, number + 1]
@@ -109,7 +109,7 @@ def fit_exit(
         return F.kl_div(logits(rows).log_softmax(dim=1), whole, log_target=True, reduction="batchmean")
 
     known = int(len(hidden) * (1 - HELD_OUT))
-    _descend(loss, [scale, linear], [head], known, passes, report)
+    descend(loss, [scale, linear], [head], known, passes, report)
     with torch.no_grad():
         rows = torch.arange(known, len(hidden))
         right = logits(rows).argmax(dim=1) == vocabulary.places(states.chosen[known:, 0].cpu())
@@ -117,35 +117,36 @@ def fit_exit(
     return {"norm.weight": scale.detach(), "linear.weight": linear.detach(), "lm_head.weight": head.detach()}
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Of the rows that have a target; zero without any."""
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / max(1, int((targets >= 0).sum()))
 
 
-def _descend(
+def descend(
     loss: Callable[[Tensor], Tensor],
     fresh: Sequence[Tensor],
     heads: Sequence[Tensor],
     count: int,
     passes: int,
     report: Report,
+    rows: int = ROWS,
 ) -> None:
-    """AdamW over `count` rows in a drawn order, with rates that fall like a cosine."""
+    """AdamW over `count` rows in a drawn order, `rows` in a step, with rates that fall like a cosine."""
     draw = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(
         [{"params": [*fresh], "lr": RATE}, {"params": [*heads], "lr": HEAD_RATE}], weight_decay=0.0
     )
-    steps = passes * max(1, count // ROWS)
+    steps = passes * max(1, count // rows)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
     )
     step, sum_of_pass = 0, 0.0
     for number in range(passes):
         order = torch.randperm(count, generator=draw)
-        batches = [order[at : at + ROWS] for at in range(0, max(1, count - ROWS + 1), ROWS)]
-        for rows in batches:
+        batches = [order[at : at + rows] for at in range(0, max(1, count - rows + 1), rows)]
+        for some in batches:
             optimizer.zero_grad()
-            value = loss(rows)
+            value = loss(some)
             value.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
@@ -156,14 +157,14 @@ def _descend(
 
 def write_medusa(folder: Path, tensors: dict[str, Tensor], heads: int, vocabulary: Vocabulary) -> None:
     config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "vocabulary": vocabulary.ids}
-    _write(folder, medusa.FILE, tensors, config)
+    write_parts(folder, medusa.FILE, tensors, config)
 
 
 def write_exit(folder: Path, tensors: dict[str, Tensor], layer: int, vocabulary: Vocabulary) -> None:
-    _write(folder, early_exit.FILE, tensors, {"exit_layer": layer, "vocabulary": vocabulary.ids})
+    write_parts(folder, early_exit.FILE, tensors, {"exit_layer": layer, "vocabulary": vocabulary.ids})
 
 
-def _write(folder: Path, file: str, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
+def write_parts(folder: Path, file: str, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
     (folder / "config.json").write_text(json.dumps(config))

@@ -30,9 +30,7 @@ class States:
 @torch.inference_mode()
 def states_of(rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | None = None) -> States:
     """One answer after the other, so that memory is bounded."""
-    longest = max(len(answer.tokens) for answer in answers)
-    layout = replace(rank.layout, num_blocks=max(2, blocks_for(longest, rank.layout.block_tokens)))
-    pool = KvPool(layout, rank.pool.tensor.device)
+    pool = _pool(rank, answers)
     hidden, early, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
     for answer in answers:
         rows = slice(answer.begin - 1, len(answer.tokens) - 1)
@@ -43,13 +41,38 @@ def states_of(rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | No
     return States(torch.cat(hidden), torch.cat(early) if early else None, torch.cat(chosen))
 
 
-def _hidden(rank: Rank, pool: KvPool, answer: Answer, layers: int | None) -> Tensor:
+@torch.inference_mode()
+def tapped(rank: Rank, answers: Sequence[Answer], taps: Sequence[int]) -> list[Tensor]:
+    """Of each answer [tokens, taps · hidden] in bfloat16: what these layers get, prompt included."""
+    pool, found = _pool(rank, answers), list[Tensor]()
+    for answer in answers:
+        entered: dict[int, Tensor] = {}
+        _hidden(rank, pool, answer, max(taps) + 1, entered)
+        found.append(torch.cat([entered[tap] for tap in taps], dim=1).bfloat16().cpu())
+    return found
+
+
+def _pool(rank: Rank, answers: Sequence[Answer]) -> KvPool:
+    longest = max(len(answer.tokens) for answer in answers)
+    layout = replace(rank.layout, num_blocks=max(2, blocks_for(longest, rank.layout.block_tokens)))
+    return KvPool(layout, rank.pool.tensor.device)
+
+
+def _hidden(
+    rank: Rank, pool: KvPool, answer: Answer, layers: int | None, entered: dict[int, Tensor] | None = None
+) -> Tensor:
     count = len(answer.tokens)
     blocks = [*range(blocks_for(count, pool.layout.block_tokens))]
     step = SequenceStep(list(answer.tokens), 0, blocks, samples=0)
     device, attend = pool.tensor.device, rank.runner.attention_over(pool, [step])
     tokens = torch.tensor(answer.tokens, dtype=torch.int64, device=device)
-    return rank.model.hidden(tokens, torch.arange(count, device=device), attend, layers=layers)
+    return rank.model.hidden(
+        tokens,
+        torch.arange(count, device=device),
+        attend,
+        layers=layers,
+        entered=None if entered is None else entered.__setitem__,
+    )
 
 
 def _chosen(answer: Answer, ahead: int) -> Tensor:

@@ -8,3 +8,4 @@ from enum import StrEnum
 class Kind(StrEnum):
     MEDUSA = "medusa"
     EARLY_EXIT = "early_exit"
+    EAGLE3 = "eagle3"

@@ -1,4 +1,4 @@
-"""`tandem train-heads`: fits Medusa heads or an early exit to a model's own answers."""
+"""`tandem train-heads`: fits Medusa heads, an early exit or an EAGLE-3 head to a model's own answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import resolve
 from tandem.config.engine import EngineSpec
 from tandem.config.model import DEMO_MODEL
+from tandem.engine.drafts.eagle import usual_taps
 from tandem.errors import ConfigError, InputError
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
-from tandem.training import fitting
-from tandem.training.hidden_states import states_of
+from tandem.training import eagle, fitting
+from tandem.training.hidden_states import states_of, tapped
 from tandem.training.kinds import Kind
-from tandem.training.own_answers import BATCH, LONGEST_ANSWER, LONGEST_QUESTION, OwnAnswers
+from tandem.training.own_answers import BATCH, LONGEST_ANSWER, LONGEST_QUESTION, Answer, OwnAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,34 @@ def run_train_heads(flags: Training) -> int:
     with build_alone(folder, _engine(flags)) as rank:
         asked = OwnAnswers(rank, Tokenizer.load(folder), ChatTemplate.load(folder), prompts, flags.seed)
         answers = asked.take(flags.tokens, lambda had: console.print(f"{had} of {flags.tokens} tokens answered"))
+    console.print(f"computing hidden states of {len(answers)} answers")
+    if flags.kind is Kind.EAGLE3:
+        _eagle(flags, folder, config, answers, console)
+    else:
+        _heads(flags, folder, config, answers, layer, console)
+    console.print(
+        f"written; use it with engine.speculation={flags.kind} engine.speculation_model={flags.output.resolve()}"
+    )
+    return 0
+
+
+def _eagle(flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], console: Console) -> None:
     with build_alone(folder, _engine(flags, exact=True)) as rank:
-        console.print(f"computing hidden states of {len(answers)} answers")
+        states = tapped(rank, answers, usual_taps(config.layers))
+        every = torch.arange(config.vocab_size, device=rank.pool.tensor.device)
+        embedding = rank.model.embedded(every).float().cpu()
+    torch.set_num_threads(flags.threads)
+    chosen = torch.tensor([token for answer in answers for token in answer.tokens[answer.begin :]])
+    vocabulary = fitting.frequent(folder, config, chosen, flags.vocabulary)
+    head = eagle.begun(folder, config, vocabulary)
+    tensors = eagle.fit_eagle(head, answers, states, embedding, vocabulary, flags.passes, console.print)
+    eagle.write_eagle(flags.output, tensors, folder, vocabulary, config.layers)
+
+
+def _heads(
+    flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], layer: int, console: Console
+) -> None:
+    with build_alone(folder, _engine(flags, exact=True)) as rank:
         ahead = flags.heads + 1 if flags.kind is Kind.MEDUSA else 1
         states = states_of(rank, answers, ahead, layer if flags.kind is Kind.EARLY_EXIT else None)
     torch.set_num_threads(flags.threads)
@@ -62,10 +89,6 @@ def run_train_heads(flags: Training) -> int:
         norm = fitting.last_norm(folder, config)
         tensors = fitting.fit_exit(states, vocabulary, norm, config.rms_norm_eps, flags.passes, console.print)
         fitting.write_exit(flags.output, tensors, layer, vocabulary)
-    console.print(
-        f"written; use it with engine.speculation={flags.kind} engine.speculation_model={flags.output.resolve()}"
-    )
-    return 0
 
 
 def _engine(flags: Training, *, exact: bool = False) -> EngineSpec:
@@ -94,8 +117,8 @@ def _make_empty(folder: Path) -> None:
 
 
 def _layer(flags: Training, config: ModelConfig) -> int:
-    """0 for heads, which need none."""
-    if flags.kind is Kind.MEDUSA:
+    """0 for others, which need none."""
+    if flags.kind is not Kind.EARLY_EXIT:
         if flags.layer is not None:
             raise InputError("--layer: is for early_exit", field="layer")
         return 0

@@ -17,7 +17,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train_heads(
-    kind: Annotated[Kind, typer.Argument(help="medusa, or early_exit.")],
+    kind: Annotated[Kind, typer.Argument(help="medusa, early_exit, or eagle3.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder for the result.")],
     model: Annotated[
         str | None, typer.Option(help="Pulled model, checkpoint folder or GGUF file. Default: the demo model.")
@@ -39,7 +39,7 @@ def train_heads(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the questions and answers.")] = 0,
 ) -> None:
-    """Fit Medusa heads or an early exit to a model's answers. They serve engine.speculation."""
+    """Fit Medusa heads, an early exit or an EAGLE-3 head to a model's answers. They serve engine.speculation."""
     from cluster.cli.commands.train_heads import Training, run_train_heads
 
     flags = Training(kind, model, output, prompts, heads, layer, vocabulary, tokens, passes, device, threads, seed)

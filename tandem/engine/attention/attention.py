@@ -111,13 +111,16 @@ class StepAttention:
         beyond = (keys >= ends)[:, None, :, None].to(self._device)
         return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), beyond, width)
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim]"""
+        width, offset = self._layout.head_dim, layer * self._layer_rows * self._layout.block_tokens
+        self._cells.index_copy_(0, self._write_k + offset, to_cells(k, self._dtype).reshape(-1, width))
+        self._cells.index_copy_(0, self._write_v + offset, to_cells(v, self._dtype).reshape(-1, width))
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        layout = self._layout
+        self.store(layer, k, v)
         row_offset = layer * self._layer_rows
-        cell_offset = row_offset * layout.block_tokens
-        self._cells.index_copy_(0, self._write_k + cell_offset, to_cells(k, self._dtype).reshape(-1, layout.head_dim))
-        self._cells.index_copy_(0, self._write_v + cell_offset, to_cells(v, self._dtype).reshape(-1, layout.head_dim))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups[self._terms.windows[layer]]:
             out[group.tokens.flatten()] = self._attend(group, row_offset, q)

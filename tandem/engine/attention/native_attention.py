@@ -55,15 +55,22 @@ class NativeStepAttention:
         begins = [np.arange(end - count, end, at_once) for count, end in zip(counts, ends, strict=True)]
         self._items = torch.from_numpy(np.concatenate([*begins, ends[-1:]]))
 
+    def _cells(self, layer: int, head_dim: int) -> Cells:
+        layout = self._layout
+        return Cells(
+            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
+            layout.block_tokens, head_dim, layout.dtype,
+        )  # fmt: skip
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim]"""
+        self._kernels.store_kv(self._cells(layer, k.shape[2]), k, v, self._blocks, self._offsets)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        layout, terms = self._layout, self._terms
-        cells = Cells(
-            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
-            layout.block_tokens, q.shape[2], layout.dtype,
-        )  # fmt: skip
-        self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
+        terms = self._terms
+        self.store(layer, k, v)
         return self._kernels.attend(
-            cells, q, self._tables, self._table_of, self._positions, self._items,
+            self._cells(layer, q.shape[2]), q, self._tables, self._table_of, self._positions, self._items,
             terms.windows[layer], terms.scale, terms.softcap,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.attention.varlen_attention import PagedBatch, StepRows, VarlenAttention
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.step import SequenceStep
-from tandem.model.decoder import Attend, AttentionParams
+from tandem.model.decoder import AttentionParams, StoringAttend
 from tandem.native.library import Kernels
 
 
@@ -18,7 +18,7 @@ def attention_of(
     pool: KvPool,
     terms: AttentionParams,
     sequences: list[SequenceStep],
-) -> Attend:
+) -> StoringAttend:
     """By `paged`, else `kernels`, else torch over gathered blocks."""
     if paged is not None:
         rows = StepRows.of(sequences, pool.layout.block_tokens, pool.layout.num_blocks)

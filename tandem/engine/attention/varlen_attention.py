@@ -156,11 +156,15 @@ class VarlenAttention:
         self._batch = batch
         self._terms = terms
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim]"""
+        self._store(self._pool[:, layer, 0], self._pool[:, layer, 1], k, v, self._batch.blocks, self._batch.offsets)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         batch, window = self._batch, self._terms.windows[layer]
+        self.store(layer, k, v)
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
-        self._store(keys, values, k, v, batch.blocks, batch.offsets)
         attended = self._kernel(
             q,
             keys.transpose(1, 2),

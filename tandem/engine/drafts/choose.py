@@ -20,6 +20,7 @@ from tandem.engine.attention.step_attention import attention_of
 from tandem.engine.device_memory import insufficient_memory
 from tandem.engine.drafts import early_exit, medusa
 from tandem.engine.drafts.drafter import AttendOf, Chain, Drafter
+from tandem.engine.drafts.eagle import Eagle, EagleLayer
 from tandem.engine.drafts.early_exit import ExitHead
 from tandem.engine.drafts.medusa import Medusa
 from tandem.engine.drafts.parts import Parts
@@ -29,9 +30,10 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
 from tandem.model.matrices import MatrixMaker
 from tandem.model.parallel import TensorParallel
+from tandem.model.rope import Rope
 from tandem.model.weights import load_model
 from tandem.native.library import Kernels
-from tandem.speculation.drafting import DraftModel, EarlyExit, Heads
+from tandem.speculation.drafting import DraftModel, EarlyExit, Heads, States
 from tandem.speculation.proposers import Proposer
 from tandem.speculation.speculator import Speculator
 from tandem.speculation.text_proposers import Lookahead, Lookup
@@ -66,6 +68,7 @@ class Target:
 
     model_dir: Path
     model: Decoder
+    tp: TensorParallel
     matrix: MatrixMaker
     kernels: Kernels | None
     paged: PagedPath | None
@@ -88,6 +91,8 @@ def choose_drafts(spec: EngineSpec, target: Target) -> Drafts | None:
             return _draft_model(spec, target)
         case "early_exit":
             return _early_exit(spec, target)
+        case "eagle3":
+            return _eagle(spec, target)
         case "medusa":
             with _parts(spec, target, medusa.FILE) as parts:
                 heads = Medusa.load(parts)
@@ -124,6 +129,29 @@ def _early_exit(spec: EngineSpec, target: Target) -> Drafts:
     return Drafts(EarlyExit(), make)
 
 
+def _eagle(spec: EngineSpec, target: Target) -> Drafts:
+    """Its ranks divide it among them like the model's layers."""
+    traits, device, dtype = target.model.config.traits, torch.device(spec.device), DTYPES[spec.dtype]
+    folder = resolve(spec.speculation_model or "")
+    if traits.widest_window is not None or traits.attention_softcap is not None:
+        raise ConfigError(
+            "engine.speculation: eagle3 is for models whose layers all read all tokens, with plain scores",
+            field="engine.speculation",
+        )
+    with insufficient_memory("engine.speculation_model", "the EAGLE-3 head does not fit beside the model's weights"):
+        layer, config = EagleLayer.load(folder, target.model, target.tp, target.matrix, device, dtype)
+    rope = Rope(config.traits.rope, target.max_tokens, device, dtype)
+    terms = replace(
+        target.model.attention, scale=config.head_dim**-0.5, windows=(None,) * (len(target.model.layers) + 1)
+    )
+
+    def make(pool: KvPool) -> Drafter:
+        attend_of = partial(attention_of, target.kernels, target.paged, pool, terms)
+        return Eagle(target.model, layer, rope, attend_of, device)
+
+    return Drafts(States("eagle3"), make, needs_hidden=True)
+
+
 def _draft_model(spec: EngineSpec, target: Target) -> Drafts:
     """Each rank computes the whole draft model: a small one would wait for the others more than it computes."""
     folder = target.model_dir if spec.speculation_model is None else resolve(spec.speculation_model)
@@ -147,7 +175,9 @@ def _draft_model(spec: EngineSpec, target: Target) -> Drafts:
     most = min(target.max_tokens, config.max_position_tokens)
     with insufficient_memory("engine.speculation_model", "the draft model's weights do not fit beside the model's"):
         model = load_model(folder, config, TensorParallel(), device, dtype, max_tokens=most, matrix=matrix)
-    draft = Target(folder, model, matrix, kernels, choose_paged_path(model, block, dtype, device), most)
+    draft = Target(
+        folder, model, TensorParallel(), matrix, kernels, choose_paged_path(model, block, dtype, device), most
+    )
 
     def make(pool: KvPool) -> Drafter:
         beside = KvPool(replace(block, num_blocks=pool.layout.num_blocks), device)

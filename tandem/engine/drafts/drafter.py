@@ -5,7 +5,8 @@ All ranks of a worker draft the same tokens: their logits are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +17,25 @@ from torch import Tensor
 from tandem.engine.device.copies import to_device
 from tandem.engine.output import best_of_any
 from tandem.engine.step import DraftStep, Draw, SequenceStep
-from tandem.model.decoder import Attend, Decoder
+from tandem.model.decoder import Attend, Decoder, StoringAttend
 from tandem.sampling.philox import gumbel, words_of
 
 LIKELIEST = 64  # tokens among which one is drawn
 Drafted = list[tuple[int, ...]]  # by sequence, many empty
 AttendOf = Callable[[list[SequenceStep]], Attend]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that the model has computed: `tokens` and `positions` [tokens] of its sequences, `samples` [samples] the
+    rows of those that choose a token, `hidden` [samples, hidden] after the last layer and before the last norm."""
+
+    sequences: Sequence[SequenceStep]
+    tokens: Tensor
+    positions: Tensor
+    samples: Tensor
+    hidden: Tensor
+    attend: StoringAttend
 
 
 class Drafter(Protocol):
@@ -33,8 +47,12 @@ class Drafter(Protocol):
         """As many tokens as `sequence.draft` says for each of `sequences`."""
         ...
 
-    def keep(self, hidden: Tensor) -> None:
-        """`hidden` [samples, hidden]: of a step's samples, after the last layer and before the last norm."""
+    def entered(self, layer: int, hidden: Tensor) -> None:
+        """As in `Decoder.hidden`, for each layer of a step."""
+        ...
+
+    def keep(self, step: Computed) -> None:
+        """Called after each step, before its `layers` are reported as written."""
         ...
 
 
@@ -61,7 +79,7 @@ class Chain:
         self._model = model
         self._attend_of = attend_of
         self._device = device
-        self._layers = layers
+        self._of_model = layers
         self._head = head or model.logits
         self._vocab_size = vocab_size or model.config.vocab_size
         self.passes = self.rows = 0
@@ -72,7 +90,7 @@ class Chain:
         drafted: list[list[int]] = [[] for _ in sequences]
         inputs = {place: first for place, each in enumerate(sequences) if (first := _first(each)) is not None}
         while inputs:
-            logits = self._logits([*inputs.values()])
+            logits = self._logits(inputs)
             places = [place for place, each in inputs.items() if each.samples]
             draws = [draw_of(sequences[place].draft, len(drafted[place])) for place in places]
             following: dict[int, SequenceStep] = {}
@@ -85,25 +103,29 @@ class Chain:
             inputs = following
         return [tuple(each) for each in drafted]
 
-    def _logits(self, inputs: list[SequenceStep]) -> Tensor:
-        """[sampling sequences, vocab_size]"""
+    def _logits(self, inputs: Mapping[int, SequenceStep]) -> Tensor:
+        """[sampling sequences, vocab_size]. `inputs`: of sequences, by their places in the step."""
+        steps = [*inputs.values()]
         last = self._model.config.vocab_size - 1
-        tokens = [min(token, last) for each in inputs for token in each.token_ids]
-        positions = [each.start + offset for each in inputs for offset in range(len(each.token_ids))]
-        ends = np.cumsum([len(each.token_ids) for each in inputs])
-        rows = [int(end) - 1 for each, end in zip(inputs, ends, strict=True) if each.samples]
+        tokens = [min(token, last) for each in steps for token in each.token_ids]
+        positions = [each.start + offset for each in steps for offset in range(len(each.token_ids))]
+        ends = np.cumsum([len(each.token_ids) for each in steps])
+        rows = [int(end) - 1 for each, end in zip(steps, ends, strict=True) if each.samples]
         hidden = self._model.hidden(
             to_device(np.array(tokens, dtype=np.int64), self._device),
             to_device(np.array(positions, dtype=np.int64), self._device),
-            self._attend_of(inputs),
+            self._attend_of(steps),
             lambda _: None if self.after_layer is None else self.after_layer(),
-            layers=self._layers,
+            layers=self._of_model,
         )
         self.passes, self.rows = self.passes + 1, self.rows + len(tokens)
         sampled = hidden[to_device(np.array(rows, dtype=np.int64), self._device)]
         return self._head(sampled)[:, : self._vocab_size] if rows else sampled
 
-    def keep(self, hidden: Tensor) -> None:
+    def entered(self, layer: int, hidden: Tensor) -> None:
+        """It starts from tokens."""
+
+    def keep(self, step: Computed) -> None:
         """It starts from tokens."""
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.drafts.drafter import Drafted, chosen, draw_of
+from tandem.engine.drafts.drafter import Computed, Drafted, chosen, draw_of
 from tandem.engine.drafts.parts import Parts, Projection
 from tandem.engine.step import SequenceStep
 from tandem.model.decoder import Decoder
@@ -72,8 +72,11 @@ class Medusa:
 
         return cls(parts.model, [head(number) for number in range(count)])
 
-    def keep(self, hidden: Tensor) -> None:
-        self._hidden = hidden
+    def entered(self, layer: int, hidden: Tensor) -> None:
+        """It starts from the last layer's."""
+
+    def keep(self, step: Computed) -> None:
+        self._hidden = step.hidden
 
     def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
         drafts = {place: each.draft for place, each in enumerate(sequences) if each.draft and each.draft.count}

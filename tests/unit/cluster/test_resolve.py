@@ -279,6 +279,11 @@ def test_a_transport_that_cannot_work_here_is_refused_at_start(
             "expected tandem, .*got vllm: remove",
         ),
         (
+            {"decode": {"engine": {"speculation": "eagle3", "speculation_model": "head"}}},
+            "decode.engine.speculation",
+            "expected the same for both roles, because KV depends on it: set it in engine.speculation",
+        ),
+        (
             {"engine": {"kind": "vllm", "block_tokens": 32}, "decode": {"engine": {"vllm": {"quantization": "x"}}}},
             "decode.engine.vllm",
             "expected the same for both roles",

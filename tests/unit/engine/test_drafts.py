@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
@@ -18,12 +19,14 @@ from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.drafts.drafter import Drafted
 from tandem.engine.factory import Rank
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.loop.flight import Flight
+from tandem.engine.step import SequenceStep
 from tandem.errors import CheckpointError, ConfigError
 from tandem.grammar.constraint import regex
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, Exported, answer_that_moves, make_request, single_rank
-from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_eagle, write_tiny_llama
 from tests.conftest import Reference
 
 VOCAB, HIDDEN, EOS = 300, 64, 2
@@ -58,6 +61,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> dict[
         "first layer": {"speculation": "early_exit", "speculation_layers": 1},
         "first layer with a head": {"speculation": "early_exit", "speculation_model": str(exit_folder)},
         "medusa": {"speculation": "medusa", "speculation_model": str(write_medusa(folder / "medusa", shared=False))},
+        "eagle3": {"speculation": "eagle3", "speculation_model": str(write_tiny_eagle(folder / "eagle3", model_dir))},
         "lookahead": {"speculation": "lookahead"},
     }
     return {name: kind | {"speculation_adaptive": False} for name, kind in kinds.items()}
@@ -70,6 +74,7 @@ NAMES = (
     "first layer",
     "first layer with a head",
     "medusa",
+    "eagle3",
     "lookahead",
 )
 
@@ -257,6 +262,97 @@ def test_heads_get_the_hidden_state_that_chose_the_last_token(make: Callable[...
     assert all(set(tokens) == {last} for last, tokens in drafted)
 
 
+def eagle_by_hand(folder: Path, rank: Rank, tokens: list[int], count: int) -> list[int]:
+    """What an EAGLE-3 head drafts after `tokens`, whose last one the model has not computed, in plain torch."""
+    w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    rows, entered = len(tokens) - 1, list[torch.Tensor]()
+    step = SequenceStep(tokens[:-1], 0, [*range(-(-rows // 16))], samples=0)
+    with torch.inference_mode():
+        rank.model.hidden(
+            torch.tensor(tokens[:-1]),
+            torch.arange(rows),
+            rank.runner.attention_over(KvPool(replace(rank.layout, num_blocks=64), torch.device("cpu")), [step]),
+            entered=lambda layer, hidden: entered.append(hidden.double()),
+        )
+        states = torch.cat([entered[0]] * 3, dim=1) @ w["fc.weight"].T
+        keys, values = [torch.zeros(2, 16, dtype=torch.float64)], [torch.zeros(2, 16, dtype=torch.float64)]
+        drafted, hidden = list[int](), states[0]
+        for position in range(1, len(tokens) + count - 1):
+            token = (tokens + drafted)[position]
+            state = states[position - 1] if position < len(tokens) else hidden
+            hidden, key, value = eagle_row(
+                w, rank.model.embedded(torch.tensor([token]))[0].double(), state, position, keys, values
+            )
+            keys.append(key)
+            values.append(value)
+            if position >= len(tokens) - 1:
+                row = int((w["lm_head.weight"] @ rms(hidden, w["norm.weight"])).argmax())
+                drafted.append(row + int(w["d2t"][row]))
+    return drafted
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x / (x.square().mean() + 1e-5).sqrt()
+
+
+def eagle_row(
+    w: dict[str, torch.Tensor],
+    embedded: torch.Tensor,
+    state: torch.Tensor,
+    position: int,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def part(name: str) -> torch.Tensor:
+        return w[f"midlayer.{name}.weight"]
+
+    x = torch.cat((rms(embedded, part("input_layernorm")), rms(state, part("hidden_norm"))))
+    q, k, v = ((part(f"self_attn.{name}_proj") @ x).view(-1, 16) for name in ("q", "k", "v"))
+    q, k = (turned(each, position) for each in (q, k))
+    every_k, every_v = torch.stack([*keys, k]), torch.stack([*values, v])  # [positions, 2, 16]
+    heads = []
+    for head, query in enumerate(q):
+        chances = (every_k[:, head // 2] @ query / 4).softmax(dim=0)
+        heads.append(chances @ every_v[:, head // 2])
+    h = state + part("self_attn.o_proj") @ torch.cat(heads)
+    normed = rms(h, part("post_attention_layernorm"))
+    mlp = F.silu(part("mlp.gate_proj") @ normed) * (part("mlp.up_proj") @ normed)
+    return h + part("mlp.down_proj") @ mlp, k, v
+
+
+def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+    angles = position / 10000.0 ** (torch.arange(8, dtype=torch.float64) / 8)
+    first, second = x[:, :8], x[:, 8:]
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), dim=1
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 16}], ids=["at ease", "prompt in pieces"])
+def test_an_eagle_head_drafts_what_plain_torch_says(
+    make: Callable[..., Rank], model_dir: Path, tmp_path: Path, options: Any
+) -> None:
+    """A prompt in pieces has a few keys of zero, one for each piece, so not all drafts are the same."""
+    folder = write_tiny_eagle(tmp_path / "head", model_dir)
+    rank = make(speculation="eagle3", speculation_model=str(folder), speculation_adaptive=False, **options)
+    driver, seen = EngineDriver(rank.engine), list[tuple[list[int], tuple[int, ...]]]()
+    taken = driver.engine._launcher._take_drafted
+
+    def take(flight: Flight, drafted: Drafted) -> None:
+        seen.extend(
+            (list(chunk.sequence.tokens), tokens) for chunk, tokens in zip(flight.plan.chunks, drafted, strict=True)
+        )
+        taken(flight, drafted)
+
+    driver.engine._launcher._take_drafted = take  # type: ignore[method-assign]
+    for length in (3, 40):
+        driver.add(str(length), prompt(length), replace(GREEDY, max_tokens=12))
+    driver.run()
+    compared = [tokens == tuple(eagle_by_hand(folder, rank, before, len(tokens))) for before, tokens in seen if tokens]
+    assert len(compared) > 10
+    assert all(compared) if not options else sum(compared) > len(compared) / 2
+
+
 def test_a_drafter_that_fails_ends_no_answer(
     make: Callable[..., Rank], drafting: dict[str, Speculates], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,6 +417,15 @@ def bad_parts(folder: Path) -> Iterator[tuple[Speculates, type[Exception], str]]
     yield heads | {"speculation_model": str(many)}, CheckpointError, "expected tensor 1.0.linear.weight"
     few = write_medusa(folder / "few", shared=True, heads=2, medusa_num_heads=1)
     yield heads | {"speculation_model": str(few)}, CheckpointError, "got also 1.0.linear"
+    eagle, tiny = {"speculation": "eagle3"}, write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1)
+    for fields, said in (
+        ({"num_key_value_heads": 4}, "num_key_value_heads: expected 2, as the model's"),
+        ({"norm_output": True}, "norm_output: expected false"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 1]}, "expected 3 layers from 1 to 1"),
+        ({"draft_vocab_size": 99}, "d2t: expected 99 integers"),
+    ):
+        head = write_tiny_eagle(folder / said[:6], tiny, **fields)
+        yield eagle | {"speculation_model": str(head)}, CheckpointError, said
     other = write_exit(folder / "other", layer=2)
     yield layer | {"speculation_model": str(other), "speculation_layers": 1}, CheckpointError, "exit_layer: expected 1"
     ids = write_exit(folder / "ids", layer=1, vocabulary=[VOCAB] * 50)

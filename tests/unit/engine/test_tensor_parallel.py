@@ -23,7 +23,7 @@ from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError, WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, NoExport, make_request
-from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_eagle, write_tiny_llama
 from tests.conftest import Reference
 
 VOCAB = 300
@@ -163,16 +163,18 @@ def test_ranks_together_equal_the_reference(
         pytest.param({"speculation": "early_exit", "speculation_layers": 1}, marks=pytest.mark.slow),
         pytest.param({"speculation": "draft", "speculation_weights": "int8"}, marks=pytest.mark.slow),
         {"speculation": "draft", "speculation_model": "other"},
+        {"speculation": "eagle3", "speculation_model": "head"},
     ],
-    ids=["first layer", "itself in int8", "another model"],
+    ids=["first layer", "itself in int8", "another model", "eagle3"],
 )
 def test_ranks_draft_alike(
     tmp_path: Path, reference_for: Callable[[Path], Reference], drafts: dict[str, object]
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=4, head_dim=8, seed=2)
     write_tiny_llama(tmp_path / "other", vocab=VOCAB, seed=3, layers=1)
+    write_tiny_eagle(tmp_path / "head", model_dir)
     if "speculation_model" in drafts:
-        drafts = drafts | {"speculation_model": str(tmp_path / "other")}
+        drafts = drafts | {"speculation_model": str(tmp_path / str(drafts["speculation_model"]))}
     spec = EngineSpec.model_validate(SPEC.model_dump() | drafts | {"speculation_adaptive": False})
     with followers(model_dir, tmp_path / "rendezvous", 2, spec) as started:
         leader = build_rank(

@@ -43,13 +43,15 @@ def train(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["train-heads", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("kind", ["medusa", pytest.param("early_exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["medusa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("early_exit", "eagle3"))]
+)
 def test_what_was_fitted_is_accepted(model: Path, prompts: Path, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / kind
     result = train(kind, "-o", folder, "--model", model, "--prompts", prompts, *QUICK)
     assert result.exit_code == 0, result.output
-    assert "of tokens not fitted to" in result.output
-    options = {"weights": "int8"}  # as those that gave the answers
+    assert "not fitted to" in result.output
+    options = {"weights": "int8", "speculation_tokens": 4}  # the weights that gave the answers
     rank = single_rank(
         model, tmp_path / "rendezvous", None, None, speculation=kind, speculation_model=str(folder), **options
     )
