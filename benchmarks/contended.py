@@ -1,6 +1,6 @@
 """What load costs while every core is taken by other processes and nothing is broken.
 
-    python -m benchmarks.contended --minutes 3
+    python -m benchmarks.contended --minutes 60
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `health.false_ejections`: workers
 that routers ejected under mixed load. `overload.contended_admitted_failed`: requests that were not refused with 429 and
@@ -90,14 +90,14 @@ async def offer(address: str, every_s: float, for_s: float) -> tuple[Ends, int]:
     return ends, int(sum(each.value for each in samples if each.name == "tandem_ejections_total"))
 
 
-async def measure(minutes: float, folder: Path) -> None:
+async def measure(minutes: float, overload_minutes: float, folder: Path) -> None:
     model = {"models.0.source": str(write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, layers=LAYERS))}
     async with live(spec_of(1, 2, model)) as cluster:
         ends, ejections = await offer(cluster.routers[0][0], MIXED_S, minutes * 60)
     say(f"mixed load: {dict(ends.counts)}, {ejections} ejections")
     print(Figure("health.false_ejections", ejections, "ejections", None, None).line(), flush=True)
     async with live(spec_of(1, 2, model | OVERLOADED)) as cluster:
-        ends, ejections = await offer(cluster.routers[0][0], OVERLOAD_S, minutes * 60)
+        ends, ejections = await offer(cluster.routers[0][0], OVERLOAD_S, overload_minutes * 60)
     say(f"overload: {dict(ends.counts)}, {ejections} ejections")
     if not any(end.startswith("429") for end in ends.counts):
         raise RuntimeError("no request was refused, so there was no overload: take a machine with more cores")
@@ -110,10 +110,11 @@ async def measure(minutes: float, folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contended", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="of each of the two figures")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of mixed load")
+    parser.add_argument("--overload-minutes", type=float, default=10.0)
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        asyncio.run(measure(options.minutes, Path(folder)))
+        asyncio.run(measure(options.minutes, options.overload_minutes, Path(folder)))
     return 0
 
 
