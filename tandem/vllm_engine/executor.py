@@ -12,6 +12,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import WorkerLost
+from tandem.telemetry.resource_watch import SHARED_MEMORY
 from tandem.vllm_engine.steps import decode, decode_masks, encode, encode_masks
 
 _BEAT, _STOP = b"beat", b"stop"
@@ -31,6 +32,8 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         if size > 1:
             self._group = TpGroup(self.rendezvous_file, self.index, size, torch.device("cpu"))
         super()._init_executor()
+        for path in SHARED_MEMORY.glob(f"{self.group_name}-*"):  # all have mapped it; a killed rank would leave it
+            path.unlink(missing_ok=True)
 
     def _distributed_args(self) -> tuple[str, int, int]:
         return f"file://{self.rendezvous_file.parent / self.group_name}", self.index, self.index

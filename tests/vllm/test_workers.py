@@ -14,6 +14,7 @@ from tandem.config.model import Role
 from tandem.engine.api import EngineRequest
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
+from tandem.telemetry.resource_watch import SHARED_MEMORY
 from tandem.testing.models import random_prompt
 from tests.integration.conftest import Routed, StartRouted
 from tests.integration.test_migration import Asked, ask_until_busy
@@ -71,7 +72,8 @@ async def test_a_pair_answers_as_one_vllm_does(routed: StartRouted, model_dir: P
 async def test_narrow_workers_hand_off_to_wide_ones(
     routed: StartRouted, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """Two wide ones share the machine, and a killed one leaves what its ranks shared."""
+    """Two wide ones share the machine, and a killed one leaves nothing of what its ranks shared."""
+    before = {*SHARED_MEMORY.glob("vllm-*")}
     async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ENGINE) as live:
         fleet = live.app.dispatcher.fleet
         found = await answers(live)
@@ -79,6 +81,7 @@ async def test_narrow_workers_hand_off_to_wide_ones(
         await live.workers.restart("decode-0")
         await until(lambda: fleet.count_ready(Role.DECODE) == 2, 60.0)
         assert [len(tokens) for tokens in await answers(live)] == [TOKENS] * len(ASKS)
+        assert {*SHARED_MEMORY.glob("vllm-*")} <= before
     greedy = slice(0, None, 3)  # sums in another order may change which token is drawn
     assert found[greedy] == expected[greedy]
 
