@@ -7,6 +7,7 @@ Every rank attaches its KV pool to the transfer agent beside it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
 import secrets
@@ -162,7 +163,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineR
         rank=index,
         tp=identity.tp,
         model_kv_heads=rank.kv_heads,
-        model_fingerprint=identity.model_fingerprint,
+        model_fingerprint=_fingerprint_of_kv(launch, identity),
         layout=WireLayout(
             num_blocks=layout.num_blocks,
             layers=layout.layers,
@@ -183,6 +184,14 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineR
         tls=_kv_tls(launch),
         memory=export_tensor(rank.pool.tensor) if rank.pool.fd is None else None,
     )
+
+
+def _fingerprint_of_kv(launch: WorkerLaunch, identity: WorkerIdentity) -> str:
+    """Of the model, and of the drafter that has a layer of the KV."""
+    if not launch.engine.drafter_layers:
+        return identity.model_fingerprint
+    of_drafter = fingerprint(Path(launch.engine.speculation_model or ""))
+    return hashlib.sha256(f"{identity.model_fingerprint} {of_drafter}".encode()).hexdigest()[:32]
 
 
 def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:

@@ -285,7 +285,8 @@ def _worker_bytes(model: ResolvedModel, role: Role) -> int:
 
 def _weight_bytes(model: ResolvedModel, engine: EngineSpec) -> int:
     """Weights of one worker, over all its ranks."""
-    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    folders = [model.folder, *([Path(engine.speculation_model)] if engine.speculation_model is not None else ())]
+    stored: int = sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
     return stored * DTYPE_BYTES[engine.dtype] // _stored_element_bytes(model)
 
 

@@ -20,6 +20,7 @@ from tandem.engine.device.sampler import DrawRows
 from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
 from tandem.engine.drafts.choose import Target, choose_drafts
+from tandem.engine.drafts.drafter import Drafter
 from tandem.engine.engine import TandemEngine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
@@ -155,7 +156,8 @@ def build_rank(
     )
     available, automatic = available_bytes(), spec.cpu_pool_bytes
     if memory is not None:
-        steps = partial(_run_largest, runner_of, block, spec, max_model_tokens)
+        drafter_of = None if drafts is None else drafts.make
+        steps = partial(_run_largest, runner_of, drafter_of, block, spec, max_model_tokens)
         available = measured_budget(memory, spec, steps, records=paged is not None and paged.recorder is not None)
         available -= block.block_bytes  # the spare block
         automatic = available if group is None else group.least(available)  # ranks use the same block numbers
@@ -208,9 +210,14 @@ def _draw_rows_of_all(group: TpGroup | None, device: torch.device, vocab: int) -
 
 
 def _run_largest(
-    runner_of: Callable[..., ModelRunner], block: KvPoolLayout, spec: EngineSpec, max_model_tokens: int
+    runner_of: Callable[..., ModelRunner],
+    drafter_of: Callable[[KvPool], Drafter] | None,
+    block: KvPoolLayout,
+    spec: EngineSpec,
+    max_model_tokens: int,
 ) -> None:
-    runner = runner_of(pool=KvPool(block, torch.device(spec.device)))
+    pool = KvPool(block, torch.device(spec.device))
+    runner = runner_of(pool=pool, drafter=None if drafter_of is None else drafter_of(pool))
     for step in largest_steps(spec, max_model_tokens):
         if (launched := runner.launch(step)) is not None:
             launched.wait()

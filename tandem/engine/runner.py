@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.engine.api import KvExporter
 from tandem.engine.attention.paged_kernels import PagedPath
@@ -106,17 +107,18 @@ class ModelRunner:
             to_device(np.array(each, dtype=np.int64), self._device) for each in (token_ids, positions, rows)
         )
         attend, drafter = self.attention_over(self._pool, sequences), self.drafter
+        tapped: dict[int, Tensor] = {}
         hidden = self._model.hidden(
             inputs,
             where,
             attend,
             partial(self._layer_done, reported),
             rows=None if scored else sampled,
-            entered=None if drafter is None else drafter.entered,
+            entered=None if drafter is None or not drafter.taps else tapped.__setitem__,
         )
         hidden_of_samples = hidden[sampled] if scored else hidden
         if drafter is not None:
-            drafter.keep(Computed(sequences, inputs, where, sampled, hidden_of_samples, attend))
+            drafter.keep(Computed(sequences, inputs, where, hidden_of_samples, tapped, attend))
         for layer in range(len(self._model.layers), self._pool.layout.layers):  # a drafter's, even if it failed
             self._layer_done(reported, layer)
         logits = self._model.logits(hidden_of_samples)

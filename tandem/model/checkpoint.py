@@ -73,8 +73,11 @@ class Checkpoint:
             raise CheckpointError(f"{self._model_dir}: expected tensor {name} of {count} integers, found none")
         path, opened = self._files[name]
         self._unread.discard(name)
-        found: Tensor = opened.get_tensor(name)
-        if list(found.shape) != [count] or found.is_floating_point():
+        try:
+            found: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
+        if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
             raise CheckpointError(
                 f"{path}: {name}: expected {count} integers, got {found.dtype} of shape {list(found.shape)}"
             )

@@ -94,20 +94,12 @@ class Heads:
 
 
 class States(Heads):
-    """A layer on hidden states, token after token. It hears where they are of each request, also where it drafts
-    nothing: it keeps the KV of each token."""
+    """A layer on hidden states, token after token."""
 
     at_once = False
 
     def __init__(self, name: str) -> None:
         super().__init__(name, sys.maxsize)
-
-    def drafts(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[Draft | None]:
-        pairs = zip(candidates, counts, strict=True)
-        return [
-            Draft(count, sample=each.state.sample) if each.state.sample >= 0 and each.pending == 1 else None
-            for each, count in pairs
-        ]
 
 
 def _prospect(candidate: Candidate, most: int, missing: int = 0) -> Prospect | None:

@@ -6,7 +6,6 @@ takes what it made of each position for those of the next one, and so on (the pa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def begun(model_dir: Path, config: ModelConfig, vocabulary: Vocabulary) -> Head:
         for name in ("gate", "up"):
             tensors[f"midlayer.mlp.{name}_proj.weight"] = read(f"mlp.{name}_proj", config.intermediate_size, width)
         tensors["midlayer.mlp.down_proj.weight"] = read("mlp.down_proj", width, config.intermediate_size)
-        tensors["norm.weight"] = checkpoint.read("model.norm.weight", [width]).float()
+        tensors["norm.weight"] = checkpoint.read("model.norm.weight", [width]).float() + config.traits.norm_offset
     tensors["fc.weight"] = torch.cat((torch.zeros(width, (TAPS - 1) * width), torch.eye(width)), dim=1)
     tensors["lm_head.weight"] = vocabulary.head.clone()
     frequencies = scaled_frequencies(config.traits.rope, config.max_position_tokens)
@@ -161,16 +160,20 @@ def fit_eagle(
     return {name: tensor.detach() for name, tensor in head.tensors.items()}
 
 
-def write_eagle(folder: Path, tensors: dict[str, Tensor], model_dir: Path, vocabulary: Vocabulary, layers: int) -> None:
+def write_eagle(
+    folder: Path, tensors: dict[str, Tensor], model_dir: Path, vocabulary: Vocabulary, config: ModelConfig
+) -> None:
     """In the published format, with the model's own config.json where both have a field."""
     ids = torch.tensor(vocabulary.ids)
-    size = int(read_json_object(model_dir / "config.json")["vocab_size"])
-    more = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
-    config = read_json_object(model_dir / "config.json") | {
+    more = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}
+    fields = read_json_object(model_dir / "config.json") | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(ids),
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*usual_taps(layers)]},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": config.head_dim,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*usual_taps(config.layers)]},
     }
-    write_parts(folder, SINGLE_FILE, tensors | more, json.loads(json.dumps(config)))
+    write_parts(folder, SINGLE_FILE, tensors | more, fields)

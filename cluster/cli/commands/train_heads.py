@@ -13,7 +13,7 @@ from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import resolve
 from tandem.config.engine import EngineSpec
 from tandem.config.model import DEMO_MODEL
-from tandem.engine.drafts.eagle import usual_taps
+from tandem.engine.drafts.eagle import has_none, usual_taps
 from tandem.errors import ConfigError, InputError
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ def run_train_heads(flags: Training) -> int:
     folder = resolve(flags.model or DEMO_MODEL, progress=console.print)
     config = ModelConfig.load(folder)
     layer = _layer(flags, config)
+    if flags.kind is Kind.EAGLE3 and (why := has_none(config)) is not None:
+        raise InputError(f"--model: {why}", field="model")
     prompts = _prompts(flags.prompts)
     _make_empty(flags.output)
     with build_alone(folder, _engine(flags)) as rank:
@@ -71,7 +73,7 @@ def _eagle(flags: Training, folder: Path, config: ModelConfig, answers: list[Ans
     vocabulary = fitting.frequent(folder, config, chosen, flags.vocabulary)
     head = eagle.begun(folder, config, vocabulary)
     tensors = eagle.fit_eagle(head, answers, states, embedding, vocabulary, flags.passes, console.print)
-    eagle.write_eagle(flags.output, tensors, folder, vocabulary, config.layers)
+    eagle.write_eagle(flags.output, tensors, folder, vocabulary, config)
 
 
 def _heads(

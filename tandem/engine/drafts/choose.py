@@ -18,7 +18,7 @@ from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.attention.step_attention import attention_of
 from tandem.engine.device_memory import insufficient_memory
-from tandem.engine.drafts import early_exit, medusa
+from tandem.engine.drafts import eagle, early_exit, medusa
 from tandem.engine.drafts.drafter import AttendOf, Chain, Drafter
 from tandem.engine.drafts.eagle import Eagle, EagleLayer
 from tandem.engine.drafts.early_exit import ExitHead
@@ -27,6 +27,7 @@ from tandem.engine.drafts.parts import Parts
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.checkpoint import SINGLE_FILE
 from tandem.model.decoder import Decoder
 from tandem.model.matrices import MatrixMaker
 from tandem.model.parallel import TensorParallel
@@ -100,13 +101,18 @@ def choose_drafts(spec: EngineSpec, target: Target) -> Drafts | None:
 
 
 def _parts(spec: EngineSpec, target: Target, file: str) -> AbstractContextManager[Parts]:
-    device, dtype, folder = torch.device(spec.device), DTYPES[spec.dtype], Path(spec.speculation_model or "")
+    device, dtype = torch.device(spec.device), DTYPES[spec.dtype]
+    return Parts.open(_folder(spec, file), file, target.model, target.matrix, device, dtype)
+
+
+def _folder(spec: EngineSpec, file: str) -> Path:
+    folder = Path(spec.speculation_model or "")
     if not (folder / file).is_file():
         raise ConfigError(
             f"engine.speculation_model: expected a folder with {file} and config.json, got {folder}",
             field="engine.speculation_model",
         )
-    return Parts.open(folder, file, target.model, target.matrix, device, dtype)
+    return folder
 
 
 def _early_exit(spec: EngineSpec, target: Target) -> Drafts:
@@ -131,13 +137,9 @@ def _early_exit(spec: EngineSpec, target: Target) -> Drafts:
 
 def _eagle(spec: EngineSpec, target: Target) -> Drafts:
     """Its ranks divide it among them like the model's layers."""
-    traits, device, dtype = target.model.config.traits, torch.device(spec.device), DTYPES[spec.dtype]
-    folder = resolve(spec.speculation_model or "")
-    if traits.widest_window is not None or traits.attention_softcap is not None:
-        raise ConfigError(
-            "engine.speculation: eagle3 is for models whose layers all read all tokens, with plain scores",
-            field="engine.speculation",
-        )
+    device, dtype, folder = torch.device(spec.device), DTYPES[spec.dtype], _folder(spec, SINGLE_FILE)
+    if (why := eagle.has_none(target.model.config)) is not None:
+        raise ConfigError(f"engine.speculation: {why}", field="engine.speculation")
     with insufficient_memory("engine.speculation_model", "the EAGLE-3 head does not fit beside the model's weights"):
         layer, config = EagleLayer.load(folder, target.model, target.tp, target.matrix, device, dtype)
     rope = Rope(config.traits.rope, target.max_tokens, device, dtype)
@@ -147,7 +149,7 @@ def _eagle(spec: EngineSpec, target: Target) -> Drafts:
 
     def make(pool: KvPool) -> Drafter:
         attend_of = partial(attention_of, target.kernels, target.paged, pool, terms)
-        return Eagle(target.model, layer, rope, attend_of, device)
+        return Eagle(target.model, layer, rope, attend_of, device, pool.layout.block_tokens)
 
     return Drafts(States("eagle3"), make, needs_hidden=True)
 

@@ -27,28 +27,26 @@ AttendOf = Callable[[list[SequenceStep]], Attend]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that the model has computed: `tokens` and `positions` [tokens] of its sequences, `samples` [samples] the
-    rows of those that choose a token, `hidden` [samples, hidden] after the last layer and before the last norm."""
+    """A step that the model has computed: `tokens` and `positions` [tokens] of its sequences; `hidden` [samples,
+    hidden] of those that choose a token, after the last layer and before the last norm; `tapped` [tokens, hidden] by
+    layer, if the drafter has `taps`: what each layer got."""
 
     sequences: Sequence[SequenceStep]
     tokens: Tensor
     positions: Tensor
-    samples: Tensor
     hidden: Tensor
+    tapped: Mapping[int, Tensor]
     attend: StoringAttend
 
 
 class Drafter(Protocol):
+    taps: tuple[int, ...]  # layers whose input it reads
     passes: int  # that the last draft took
     rows: int  # of hidden states or tokens that these computed
     after_layer: Callable[[], None] | None  # called during a draft, so that a long one shows that it computes
 
     def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
         """As many tokens as `sequence.draft` says for each of `sequences`."""
-        ...
-
-    def entered(self, layer: int, hidden: Tensor) -> None:
-        """As in `Decoder.hidden`, for each layer of a step."""
         ...
 
     def keep(self, step: Computed) -> None:
@@ -76,6 +74,7 @@ class Chain:
         head: Callable[[Tensor], Tensor] | None = None,
         vocab_size: int | None = None,
     ) -> None:
+        self.taps: tuple[int, ...] = ()
         self._model = model
         self._attend_of = attend_of
         self._device = device
@@ -121,9 +120,6 @@ class Chain:
         self.passes, self.rows = self.passes + 1, self.rows + len(tokens)
         sampled = hidden[to_device(np.array(rows, dtype=np.int64), self._device)]
         return self._head(sampled)[:, : self._vocab_size] if rows else sampled
-
-    def entered(self, layer: int, hidden: Tensor) -> None:
-        """It starts from tokens."""
 
     def keep(self, step: Computed) -> None:
         """It starts from tokens."""

@@ -2,14 +2,15 @@
 
 Its input at a position is the token there and the hidden states, of three layers, at the position before. Its keys and
 values are one more layer of the model's KV. They depend on no later token, so they are right wherever that KV is found:
-in the prefix cache, after a handoff and after a move. Where the hidden states before a step's first token are not known
-they are zero, which attention hardly sees.
+in the prefix cache, after a handoff and after a move. Where the hidden states before a token are not known they are
+zero: at the first position, and where a request goes on from KV that this worker did not compute a step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -79,10 +80,11 @@ class EagleLayer:
                 raise fields.wrong(name, "false", True)
         if config.layers != 1:
             raise fields.wrong("num_hidden_layers", "1", config.layers)
+        config.check_tp(tp.size, "tp of the EAGLE-3 head")
         with Checkpoint.open(folder, device) as tensors, torch.inference_mode():
             reader = WeightReader(tensors, config, tp, device, dtype, choose_ops(matrix.kernels, device, dtype), matrix)
             found = cls._read(fields, reader, model)
-            for name in ("t2d", "embed_tokens.weight"):  # what d2t says, and the model's own
+            for name in ("t2d", "d2t", "embed_tokens.weight"):  # what d2t says, or nothing, and the model's own
                 tensors.leave(name)
             if tensors.unread:
                 raise CheckpointError(
@@ -92,17 +94,14 @@ class EagleLayer:
 
     @classmethod
     def _read(cls, fields: JsonFields, reader: WeightReader, model: Decoder) -> EagleLayer:
-        tensors, hidden = reader.checkpoint, reader.config.hidden_size
-        prefix = "layers.0." if "layers.0.hidden_norm.weight" in tensors else "midlayer."
-        known = fields.positive_int("draft_vocab_size", default=model.config.vocab_size)
-        vocabulary, head = None, None
-        if "d2t" in tensors:  # what to add to the number of a row
+        tensors, hidden, size = reader.checkpoint, reader.config.hidden_size, model.config.vocab_size
+        known, vocabulary = fields.positive_int("draft_vocab_size", default=size), None
+        if known != size:  # d2t: what to add to the number of a row
             vocabulary = tensors.read_ids("d2t", known) + torch.arange(known, device=reader.device)
-            if int(vocabulary.min()) < 0 or int(vocabulary.max()) >= model.config.vocab_size:
-                raise CheckpointError(f"{tensors.file_of('d2t')}: d2t: expected tokens of the model's vocabulary")
-        if "lm_head.weight" in tensors:
-            weight = tensors.read("lm_head.weight", [known, hidden]).to(reader.device, reader.dtype, copy=True)
-            head = reader.matrix.of_vocabulary(weight)
+            if int(vocabulary.min()) < 0 or int(vocabulary.max()) >= size or len(set(vocabulary.tolist())) < known:
+                raise CheckpointError(f"{tensors.file_of('d2t')}: d2t: expected different tokens of the model")
+        prefix = "layers.0." if "layers.0.hidden_norm.weight" in tensors else "midlayer."
+        head = tensors.read("lm_head.weight", [known, hidden]).to(reader.device, reader.dtype, copy=True)
         fuse = tensors.read("fc.weight", [hidden, TAPS * hidden]).to(reader.device, reader.dtype, copy=True)
         return cls(
             taps=_taps(fields, len(model.layers)),
@@ -114,7 +113,7 @@ class EagleLayer:
             mlp_norm=reader.norm(prefix + "post_attention_layernorm"),
             mlp=reader.mlp(prefix + "mlp."),
             norm=reader.norm("norm"),
-            project=Projection(model, head, vocabulary),
+            project=Projection(model, reader.matrix.of_vocabulary(head), vocabulary),
         )
 
     def projected(self, embedded: Tensor, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,6 +126,19 @@ class EagleLayer:
         """→ [tokens, hidden], which are the states at the next position."""
         x, normed = self.mlp_norm.of_sum(residual, self.attention.out(attended))
         return x + self.mlp(normed)
+
+
+def has_none(config: ModelConfig) -> str | None:
+    """Why a model can have no EAGLE-3 head. None: it can."""
+    if config.traits.widest_window is not None:
+        return (
+            "eagle3 is for models with a layer that reads all tokens: this one releases blocks, which a head would read"
+        )
+    if config.traits.attention_softcap is not None:
+        return "eagle3 is for models whose attention scores are not capped"
+    if config.layers < 2:
+        return "eagle3 is for models of two layers or more: a head reads what the later ones get"
+    return None
 
 
 def usual_taps(layers: int) -> tuple[int, ...]:
@@ -143,58 +155,83 @@ def _taps(fields: JsonFields, layers: int) -> tuple[int, ...]:
 
 
 class Eagle(Chain):
-    """Drafts with an EAGLE-3 head. Its KV is at layer `place` of the model's pool."""
+    """Drafts with an EAGLE-3 head. Its KV is at layer `_place` of the model's pool.
+
+    Of the step before, it keeps what the layers `taps` got at the places from which a request may go on: at each of
+    its sampled tokens, or at the last one of a piece of its prompt. Such a place is a block and a position: while a
+    block is not full, it is of one request.
+    """
 
     def __init__(
-        self, model: Decoder, eagle: EagleLayer, rope: Rope, attend_of: AttendOf, device: torch.device
+        self,
+        model: Decoder,
+        eagle: EagleLayer,
+        rope: Rope,
+        attend_of: AttendOf,
+        device: torch.device,
+        block_tokens: int,
     ) -> None:
         super().__init__(model, attend_of, device)
+        self.taps = eagle.taps
         self._eagle = eagle
         self._rope = rope
+        self._block_tokens = block_tokens
         self._place = len(model.layers)
-        self._tapped: dict[int, Tensor] = {}  # of the step under way
-        self._kept: Tensor | None = None  # [samples, 3 · hidden], of the step before
-        self._before: dict[int, Tensor] = {}  # [hidden], by place: states at the position before the first token
-        self._states: dict[int, Tensor] = {}  # the same, of the pass under way
+        self._kept = torch.empty(0, device=device)  # [places, 3 · hidden]
+        self._rows: dict[tuple[int, int], int] = {}  # of `_kept`
+        self._states: dict[int, Tensor] = {}  # [hidden] before a request's next token, while it drafts
 
-    def entered(self, layer: int, hidden: Tensor) -> None:
-        if layer in self._eagle.taps:
-            self._tapped[layer] = hidden
+    def _place_of(self, sequence: SequenceStep, position: int) -> tuple[int, int]:
+        return sequence.blocks[position // self._block_tokens], position
+
+    def _before(self, sequences: Mapping[int, SequenceStep]) -> dict[int, Tensor]:
+        """States before the first token of those for which they are known."""
+        rows = {
+            number: row
+            for number, each in sequences.items()
+            if each.start and (row := self._rows.get(self._place_of(each, each.start - 1))) is not None
+        }
+        return dict(zip(rows, self._eagle.fuse(self._kept[[*rows.values()]]), strict=True)) if rows else {}
 
     def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
-        samples = {place: each.draft.sample for place, each in enumerate(sequences) if each.draft is not None}
-        if self._kept is not None and samples:
-            fused = self._eagle.fuse(self._kept[[*samples.values()]])
-            self._before = dict(zip(samples, fused, strict=True))
-        self._states = dict(self._before)
+        drafting = {number: each for number, each in enumerate(sequences) if each.draft and each.draft.count}
+        unknown = self._kept.new_zeros(self._model.config.hidden_size)
+        self._states = dict.fromkeys(drafting, unknown) | self._before(drafting)
         return super().draft(sequences)
 
     def _logits(self, inputs: Mapping[int, SequenceStep]) -> Tensor:
-        tokens = to_device(np.array([each.token_ids[0] for each in inputs.values()], dtype=np.int64), self._device)
-        positions = to_device(np.array([each.start for each in inputs.values()], dtype=np.int64), self._device)
-        states = torch.stack([self._states[place] for place in inputs])
-        rotation = self._rope.rotation(positions)
-        residual, q, k, v = self._eagle.projected(self._model.embedded(tokens), states, rotation)
-        hidden = self._eagle.after(residual, self._attend_of([*inputs.values()])(self._place, q, k, v))
+        steps = [*inputs.values()]
+        tokens = to_device(np.array([each.token_ids[0] for each in steps], dtype=np.int64), self._device)
+        positions = to_device(np.array([each.start for each in steps], dtype=np.int64), self._device)
+        states = torch.stack([self._states[number] for number in inputs])
+        embedded, rotation = self._model.embedded(tokens), self._rope.rotation(positions)
+        residual, q, k, v = self._eagle.projected(embedded, states, rotation)
+        hidden = self._eagle.after(residual, self._attend_of(steps)(self._place, q, k, v))
         self._states.update(zip(inputs, hidden, strict=True))
         self.passes, self.rows = self.passes + 1, self.rows + len(inputs)
+        if self.after_layer is not None:
+            self.after_layer()
         return self._eagle.project(self._eagle.norm(hidden))[:, : self._vocab_size]
 
     def keep(self, step: Computed) -> None:
         """Computes the keys and values of the step's tokens, those of drafted ones anew."""
-        tapped = torch.cat([self._tapped[tap] for tap in self._eagle.taps], dim=1)
-        counts = np.array([len(each.token_ids) for each in step.sequences])
-        firsts = np.cumsum(counts) - counts
+        counts = [len(each.token_ids) for each in step.sequences]
+        firsts = [end - count for count, end in zip(counts, accumulate(counts), strict=True)]
+        tapped = torch.cat([step.tapped[tap] for tap in self.taps], dim=1)
+        states = tapped.new_zeros(len(tapped), self._model.config.hidden_size)
         if len(tapped) > len(counts):
-            states = self._eagle.fuse(tapped).roll(1, dims=0)
-        else:
-            states = step.hidden.new_empty(len(tapped), self._model.config.hidden_size)
-        unknown = [int(row) for place, row in enumerate(firsts) if place not in self._before]
-        if self._before:
-            states[firsts[[*self._before]]] = torch.stack([*self._before.values()])
-        states[unknown] = 0
-        rotation = self._rope.rotation(step.positions)
-        _, _, k, v = self._eagle.projected(self._model.embedded(step.tokens), states, rotation)
+            states[1:] = self._eagle.fuse(tapped[:-1])
+        before = self._before(dict(enumerate(step.sequences)))
+        if before:
+            states[[firsts[number] for number in before]] = torch.stack([*before.values()])
+        unknown = [first for number, first in enumerate(firsts) if number not in before]
+        embedded, rotation = self._model.embedded(step.tokens), self._rope.rotation(step.positions)
+        _, _, k, v = self._eagle.projected(embedded, states, rotation)
         k[unknown], v[unknown] = 0, 0
         step.attend.store(self._place, k, v)
-        self._kept, self._before, self._tapped = tapped[step.samples], {}, {}
+        places: dict[tuple[int, int], int] = {}  # to rows of the step
+        for first, count, each in zip(firsts, counts, step.sequences, strict=True):
+            for offset in range(count - max(1, each.samples), count):
+                places[self._place_of(each, each.start + offset)] = first + offset
+        self._kept = tapped[[*places.values()]]
+        self._rows = {place: row for row, place in enumerate(places)}

@@ -46,6 +46,7 @@ class Medusa:
     """Head i, from 0, drafts the i-th token after a request's last one, from the hidden state that chose that one."""
 
     def __init__(self, model: Decoder, heads: Sequence[Head]) -> None:
+        self.taps: tuple[int, ...] = ()
         self.heads = tuple(heads)
         self._model = model
         self._hidden: Tensor | None = None
@@ -71,9 +72,6 @@ class Medusa:
             )
 
         return cls(parts.model, [head(number) for number in range(count)])
-
-    def entered(self, layer: int, hidden: Tensor) -> None:
-        """It starts from the last layer's."""
 
     def keep(self, step: Computed) -> None:
         self._hidden = step.hidden
