@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
+from planner.search.roofline import RooflineChart
 from planner.search.trials import RESAMPLES
 from tandem.text.words import plural
 from tandem.version import tandem_version
@@ -25,6 +26,8 @@ _LEGEND = (
     "goodput: requests per second within both objectives; busy: the share of time in which devices run steps",
     "deployed: devices of whole machines, and their price per hour",
     "grey bars: from the second worst to the second best of the other traffics",
+    "MFU, MBU: shares of a device's peaks that a step reaches, all-reduces and overheads included; decode with up to "
+    "as many requests as the KV pool holds",
 )
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
@@ -34,7 +37,7 @@ th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid #d1d
 th:first-child, td:first-child, .text { text-align: left }
 .plan { border-left: 4px solid #1a7f37; padding: .4rem 1rem; background: #f6f8fa }
 .miss { border-left: 4px solid #cf222e; padding: .4rem 1rem; background: #f6f8fa }
-.chart { height: 420px } .note { color: #59636e; font-size: .9rem }
+.chart { height: 330px } .note { color: #59636e; font-size: .9rem }
 @page { size: A4; margin: 12mm }
 @media print {
   body { zoom: .63; max-width: none; margin: 0; padding: 0 }
@@ -57,15 +60,18 @@ _DRAW = """
 """
 
 
-def html_report(plan: Plan, cost_model: str, more: Sequence[str] = ()) -> str:
+def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), roofline: RooflineChart | None = None) -> str:
     """The page loads nothing from the network. `more`: notes on the deployment and on other devices."""
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
+    if roofline is not None:
+        figures.append(("roofline", _roofline(roofline)))
     titles = {
         "goodput-cost": "Goodput against cost",
         "ttft-tpot": "TTFT against TPOT",
         "variants": "The plan under other conditions",
+        "roofline": "What a device does in a step",
     }
     charts = "".join(
         f"<h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
@@ -223,6 +229,31 @@ def _variants(plan: Plan) -> go.Figure:
     figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="goal")
     figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105], margin={"t": 20})
     figure.update_xaxes(automargin=True)
+    return figure
+
+
+def _roofline(found: RooflineChart) -> go.Figure:
+    """Both axes are logarithmic: memory's bound is a slope, arithmetic's is flat, and they meet at the ridge."""
+    figure, peak, bandwidth, ridge = go.Figure(), found.flops_per_s / 1e12, found.memory_bytes_per_s / 1e12, found.ridge
+    intensities = [each.intensity for each in found.points]
+    ends = (min(*intensities, ridge) / 2, 2 * max(*intensities, ridge))
+    for name, mfu, mbu, dash in (("peaks", 1.0, 1.0, "solid"), ("kernels", found.mfu, found.mbu, "dot")):
+        x = [ends[0], ridge * mfu / mbu, ends[1]]
+        y = [min(mfu * peak, mbu * bandwidth * each) for each in x]
+        figure.add_scatter(x=x, y=y, mode="lines", name=name, line={"color": "#afb8c1", "dash": dash}, hoverinfo="skip")
+    for phase, color in (("prefill", DISAGGREGATED), ("decode", AGGREGATED)):
+        points = [each for each in found.points if each.phase == phase]
+        text = [f"{phase}, {e.what}<br>MFU {e.mfu:.1%}, MBU {e.mbu:.1%}" for e in points]
+        figure.add_scatter(
+            x=[each.intensity for each in points], y=[each.flops_per_s / 1e12 for each in points],
+            mode="markers", name=phase, text=text, hoverinfo="text+x+y", marker={"color": color, "size": 10},
+        )  # fmt: skip
+    figure.add_vline(x=ridge, line_dash="dot")
+    place = {"x": math.log10(ridge), "xanchor": "left", "y": 0, "yref": "y domain", "yanchor": "bottom"}  # as above
+    figure.add_annotation(text="ridge", showarrow=False, **place)
+    figure.update_xaxes(title="FLOPs for each byte of weights and KV", type="log")
+    figure.update_yaxes(title="TFLOP/s of a device", type="log")
+    figure.update_layout(margin={"t": 20})
     return figure
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +28,7 @@ from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
 from planner.search.plan import Plan, SearchOptions
 from planner.search.report import html_report
+from planner.search.roofline import roofline_of
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress
 from planner.search.values import checked_source, describe_machines, formats, helm_values
@@ -63,19 +64,22 @@ def run_plan(flags: PlanFlags) -> int:
     source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
     candidates = load_candidates(flags.hardware, flags.price)
     _check_before_the_search(flags, candidates)
-    choices = _search(load_traffic(flags.traffic), candidates, flags)
+    trace = load_traffic(flags.traffic)
+    choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
     cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
     machines = describe_machines(plan, hardware.device)
+    roofline = roofline_of(plan, hardware, trace)
     if flags.report is not None:
         notes = [*([machines] if machines is not None else []), *map(_told, choices[1:])]
-        flags.report.write_text(html_report(plan, cost_model, notes), encoding="utf-8")
+        flags.report.write_text(html_report(plan, cost_model, notes, roofline), encoding="utf-8")
     if flags.values is not None and plan.chosen is not None:
         flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
     if flags.json:
         several = {"choices": [each.to_json() for each in choices]} if len(choices) > 1 else {}
-        print(json.dumps({"cost_model": cost_model, **plan.to_json(), **several}, indent=2, allow_nan=False))
+        points = {} if roofline is None else {"roofline": asdict(roofline)}
+        print(json.dumps({"cost_model": cost_model, **plan.to_json(), **points, **several}, indent=2, allow_nan=False))
     else:
         if len(choices) > 1:
             console().print(_choices(choices, console().width))

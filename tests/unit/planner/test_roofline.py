@@ -1,0 +1,66 @@
+"""Phases stand where their arithmetic and their bytes put them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.devices import find_device
+from planner.hardware import Hardware
+from planner.models import find_model
+from planner.search.goal import Goal
+from planner.search.plan import Plan, SearchOptions, make_plan
+from planner.search.report import html_report
+from planner.search.roofline import roofline_of
+from planner.simulator.setup import Slo
+from planner.traces.trace import TrafficTrace
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return Hardware(find_model("llama-3-8b"), find_device("h100"))
+
+
+@pytest.fixture(scope="module")
+def trace() -> TrafficTrace:
+    count = 200
+    return TrafficTrace("t", np.arange(count) / 4.0, np.full(count, 2000), np.full(count, 200))
+
+
+@pytest.fixture(scope="module")
+def plan(hardware: Hardware, trace: TrafficTrace) -> Plan:
+    return make_plan(trace, hardware, Goal(Slo(ttft_s=2.0, tpot_s=0.05), max_devices=4), SearchOptions(requests=200))
+
+
+def test_prefill_is_bound_by_arithmetic_and_decode_by_memory(
+    plan: Plan, hardware: Hardware, trace: TrafficTrace
+) -> None:
+    found = roofline_of(plan, hardware, trace)
+    assert found is not None
+    assert found.ridge == pytest.approx(found.flops_per_s / found.memory_bytes_per_s)
+    prefill, *decode = found.points
+    assert prefill.phase == "prefill"
+    assert prefill.intensity > found.ridge
+    assert 0.3 < prefill.mfu <= found.mfu
+    assert decode[0].what == "1 request"
+    assert decode[0].intensity == pytest.approx(1.0, rel=0.1), "two FLOPs for each weight of two bytes"
+    assert all(each.intensity < found.ridge for each in decode)
+    assert [each.intensity for each in decode] == sorted(each.intensity for each in decode)
+    for each in found.points:
+        assert each.flops_per_s == pytest.approx(each.mfu * found.flops_per_s)
+        assert each.mfu <= found.mfu + 1e-9
+        assert each.mbu <= found.mbu + 1e-9
+
+
+def test_a_report_shows_it(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
+    page = html_report(plan, "roofline", (), roofline_of(plan, hardware, trace))
+    assert "<div class='chart' id='roofline'>" in page
+    assert "decode, 64 requests" in page
+    assert "id='roofline'" not in html_report(plan, "roofline")
+
+
+def test_without_a_plan_or_a_roofline_there_is_none(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
+    assert roofline_of(replace(plan, chosen=None), hardware, trace) is None
+    assert roofline_of(plan, replace(hardware, constrained=0.5), trace) is None
