@@ -28,11 +28,12 @@ from tandem.text.words import plural
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """`requests`: to simulate, of the busiest part. `state`: file for results, from which an interrupted search
-    resumes; None: no file."""
+    resumes; None: no file. `grid`: also simulate the layouts around the plan, for a picture."""
 
     requests: int = 1000
     processes: int = 1
     state: Path | None = None
+    grid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Plan:
     """`chosen` None: no layout meets the goal, and `miss` has the reason. `finalists`: simulated to their end, best
     first. `resampled`: the chosen layout, and before it the best of the next cheaper price; without one,
     those that meet the goal with the recorded traffic, but with too few others. `same_price`: a finalist that meets the
-    goal better and costs the same on whole machines. `load`: the factor on the rate of the given traffic. `headroom`:
-    only if it was asked for."""
+    goal better and costs the same on whole machines. `load`: the factor on the rate of the given traffic. `headroom`,
+    `grid`: only if they were asked for; the grid has layouts around the chosen one."""
 
     goal: Goal
     model: str
@@ -63,6 +64,7 @@ class Plan:
     verdict: str
     same_price: Evaluation | None
     headroom: Headroom | None = None
+    grid: tuple[Evaluation, ...] = ()
 
     def meets(self, found: Evaluation) -> bool:
         return found.meets(self.goal.attainment)
@@ -122,6 +124,7 @@ class PlanSearch:
         """Raises ConfigError when the model does not fit on the devices, InputError when the trace has no rate."""
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
+        self._with_grid = options.grid
         self._everything = list(layouts(_widths(hardware, goal.max_devices), goal.max_devices, goal.step_tokens))
         evaluator = Evaluator(
             self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
@@ -188,6 +191,7 @@ class PlanSearch:
             resampled=tuple(resampled),
             verdict=verdict(race.best(apart), race.best(together), goal),
             same_price=None if chosen is None else self._better_at_the_price(chosen, finalists),
+            grid=tuple(trials.grid(chosen, finalists)) if chosen is not None and self._with_grid else (),
         )
 
     def _better_at_the_price(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> Evaluation | None:

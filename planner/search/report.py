@@ -37,6 +37,7 @@ th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid #d1d
 th:first-child, td:first-child, .text { text-align: left }
 .plan { border-left: 4px solid #1a7f37; padding: .4rem 1rem; background: #f6f8fa }
 .miss { border-left: 4px solid #cf222e; padding: .4rem 1rem; background: #f6f8fa }
+.charts { display: grid; grid-template-columns: 1fr 1fr; column-gap: 1rem } .charts > div { min-width: 0 }
 .chart { height: 330px } .note { color: #59636e; font-size: .9rem }
 @page { size: A4; margin: 12mm }
 @media print {
@@ -65,17 +66,20 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), roofline:
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
+    if plan.grid:
+        figures.append(("grid", _grid(plan)))
     if roofline is not None:
         figures.append(("roofline", _roofline(roofline)))
     titles = {
         "goodput-cost": "Goodput against cost",
         "ttft-tpot": "TTFT against TPOT",
         "variants": "The plan under other conditions",
+        "grid": "Other numbers of workers",
         "roofline": "What a device does in a step",
     }
     charts = "".join(
-        f"<h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
-        f"<script type='application/json' id='{name}-figure'>{_json(figure)}</script>"
+        f"<div><h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
+        f"<script type='application/json' id='{name}-figure'>{_json(figure)}</script></div>"
         for name, figure in figures
     )
     plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9)).decode()
@@ -85,7 +89,8 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), roofline:
         f"<title>Plan for {escape(plan.model)}</title><style>{_STYLE}</style>"
         "</head><body>"
         f"<h1>{escape(plan.model)} on {escape(plan.device)}, {plan.requests_per_s:.2f} requests/s</h1>"
-        f"{_summary(plan)}{_assumptions(plan, cost_model)}{charts}<h2>Layouts simulated to their end</h2>{_table(plan)}"
+        f"{_summary(plan)}{_assumptions(plan, cost_model)}<div class='charts'>{charts}</div>"
+        f"<h2>Layouts simulated to their end</h2>{_table(plan)}"
         f"<h2>Notes</h2><ul class='note'>{notes}</ul>"
         f"<script type='text/plain' id='plotly'>{plotly}</script><script>{_DRAW}</script></body></html>"
     )
@@ -114,6 +119,7 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
 
 
 def _json(figure: go.Figure) -> str:
+    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, margin={"t": 40, "r": 20})
     # "</" would end the script element.
     return str(figure.to_json()).replace("</", "<\\/")
 
@@ -181,7 +187,7 @@ def _goodput_cost(plan: Plan) -> go.Figure:
     for name, found, color, size in _kinds(plan):
         x = [each.layout.devices * price for each in found]
         figure.add_trace(_points(name, found, x, [each.goodput_per_s for each in found], color, size))
-    figure.update_layout(xaxis_title="$ per hour", yaxis_title="requests/s within objectives", margin={"t": 20})
+    figure.update_layout(xaxis_title="$ per hour", yaxis_title="requests/s within objectives")
     return figure
 
 
@@ -205,7 +211,7 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
         at = math.log10(plan.goal.slo.ttft_s)
         place = {"x": 0, "xref": "x domain", "xanchor": "left", "y": at, "yshift": 9}
         figure.add_annotation(text="TTFT objective", showarrow=False, **place)
-    figure.update_layout(xaxis_title="TPOT, p90 (ms)", yaxis_title="TTFT, p90 (s)", yaxis_type="log", margin={"t": 20})
+    figure.update_layout(xaxis_title="TPOT, p90 (ms)", yaxis_title="TTFT, p90 (s)", yaxis_type="log")
     return figure
 
 
@@ -227,8 +233,37 @@ def _variants(plan: Plan) -> go.Figure:
     colors = [CHOSEN if share >= plan.goal.attainment else "#cf222e" for share in shares]
     figure = go.Figure(go.Bar(x=names, y=[100 * share for share in shares], marker={"color": colors}, error_y=error))
     figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="goal")
-    figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105], margin={"t": 20})
+    figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105])
     figure.update_xaxes(automargin=True)
+    return figure
+
+
+def _grid(plan: Plan) -> go.Figure:
+    """The share of requests within their objectives, by workers of each role; a cell is empty beyond the devices."""
+    assert plan.chosen is not None
+    found = {(each.layout.prefill_workers, each.layout.decode_workers): each for each in plan.grid}
+    rows, columns = (sorted({place[axis] for place in found}) for axis in (0, 1))
+    cells = [[found.get((row, column)) for column in columns] for row in rows]
+    shares = [[None if each is None else 100 * each.joint for each in row] for row in cells]
+    text = [["" if each is None else f"{100 * each.joint:.0f}" for each in row] for row in cells]
+    hover = [
+        ["" if each is None else f"{each.layout}, {plural(each.layout.devices, 'device')}" for each in row]
+        for row in cells
+    ]
+    layout, labels = plan.chosen.layout, [str(row) if row else "none" for row in rows]
+    figure = go.Figure(
+        go.Heatmap(
+            x=[str(column) for column in columns], y=labels, z=shares, text=text, texttemplate="%{text}",
+            hovertext=hover, hoverinfo="text", colorscale="RdYlGn", zmin=0, zmax=100, showscale=False, xgap=2, ygap=2,
+        )
+    )  # fmt: skip
+    figure.add_scatter(
+        x=[str(layout.decode_workers)], y=[labels[rows.index(layout.prefill_workers)]], mode="markers", name="the plan",
+        marker={"color": "rgba(0,0,0,0)", "size": 34, "symbol": "square", "line": {"color": "#1f2328", "width": 2}},
+    )  # fmt: skip
+    widths = {each.layout.prefill_tp for each in plan.grid if not each.layout.is_aggregated}
+    figure.update_xaxes(title=f"decode workers (TP{layout.decode_tp})", type="category")
+    figure.update_yaxes(title=f"prefill workers (TP{max(widths, default=1)})", type="category")
     return figure
 
 
@@ -253,7 +288,6 @@ def _roofline(found: RooflineChart) -> go.Figure:
     figure.add_annotation(text="ridge", showarrow=False, **place)
     figure.update_xaxes(title="FLOPs for each byte of weights and KV", type="log")
     figure.update_yaxes(title="TFLOP/s of a device", type="log")
-    figure.update_layout(margin={"t": 20})
     return figure
 
 

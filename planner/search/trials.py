@@ -13,6 +13,7 @@ from planner.search.simulation_pool import SimulationPool
 
 SearchProgress = Callable[[str, int, int], None]  # description, jobs done, jobs in all
 RESAMPLES = 20
+REACH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,14 @@ class Variant:
     name: str
     evaluation: Evaluation | None
     meets: bool
+
+
+def _near(workers: int, least: int) -> range:
+    return range(max(least, workers - REACH), workers + REACH + 1)
+
+
+def _sized(base: ClusterLayout, prefill: int, decode: int) -> ClusterLayout:
+    return replace(base, prefill_workers=prefill, prefill_tp=base.prefill_tp if prefill else 1, decode_workers=decode)
 
 
 class Trials:
@@ -83,6 +92,20 @@ class Trials:
         known = [job for job in jobs.values() if job is not None]
         found = iter(self.run("variants of the plan", known))
         return [self._variant(name, None if job is None else next(found)) for name, job in jobs.items()]
+
+    def grid(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> list[Evaluation]:
+        """Layouts with up to `REACH` workers of each role more or fewer than the chosen one has."""
+        base = chosen.layout
+        if base.is_aggregated:  # prefill workers as in the best layout that has some
+            apart = (each.layout.prefill_tp for each in finalists if not each.layout.is_aggregated)
+            base = replace(base, prefill_tp=next(apart, base.decode_tp))
+        jobs = [
+            replace(chosen.job, layout=layout, most_misses=None)
+            for prefill in _near(base.prefill_workers, 0)
+            for decode in _near(base.decode_workers, 1)
+            if (layout := _sized(base, prefill, decode)).devices <= self._goal.max_devices
+        ]
+        return self.run("layouts around the plan", jobs)
 
     def _variant(self, name: str, found: Evaluation | None) -> Variant:
         return Variant(name, found, found is not None and found.meets(self._goal.attainment))

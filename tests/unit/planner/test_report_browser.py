@@ -29,7 +29,7 @@ from tandem.config.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_PICTURE_BYTES = 300_000
-CHARTS = ("goodput-cost", "ttft-tpot", "variants", "roofline")
+CHARTS = ("goodput-cost", "ttft-tpot", "variants", "grid", "roofline")
 
 
 def chromium(page: Path, folder: Path, *options: str) -> str:
@@ -54,7 +54,7 @@ def test_the_charts_are_drawn(tmp_path: Path) -> None:
     trace = synthetic_trace(100, Gamma(8.0), LengthSpec(800, 0.5), LengthSpec(40, 0.5), seed=1)
     goal = Goal(Slo(0.5, 0.03), 0.9, 2, (2048,))
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
-    plan = make_plan(trace, hardware, goal, SearchOptions(60))
+    plan = make_plan(trace, hardware, goal, SearchOptions(60, grid=True))
     page = tmp_path / "report.html"
     page.write_text(html_report(plan, "roofline of h100", (), roofline_of(plan, hardware, trace)), encoding="utf-8")
     expect_charts(page, tmp_path)

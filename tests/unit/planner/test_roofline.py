@@ -61,6 +61,22 @@ def test_a_report_shows_it(plan: Plan, hardware: Hardware, trace: TrafficTrace) 
     assert "id='roofline'" not in html_report(plan, "roofline")
 
 
+def test_the_grid_has_the_plan_and_its_neighbours_on_these_devices(
+    plan: Plan, hardware: Hardware, trace: TrafficTrace
+) -> None:
+    found = make_plan(trace, hardware, plan.goal, SearchOptions(requests=200, grid=True))
+    assert found.chosen is not None
+    layouts = [each.layout for each in found.grid]
+    assert found.chosen.layout in layouts
+    assert len({*layouts}) == len(layouts) > 3
+    assert all(each.devices <= 4 for each in layouts)
+    assert {each.decode_tp for each in layouts} == {found.chosen.layout.decode_tp}
+    joint = next(each.joint for each in found.grid if each.layout == found.chosen.layout)
+    assert joint == found.chosen.joint
+    assert "<div class='chart' id='grid'>" in html_report(found, "roofline")
+    assert not plan.grid
+
+
 def test_without_a_plan_or_a_roofline_there_is_none(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
     assert roofline_of(replace(plan, chosen=None), hardware, trace) is None
     assert roofline_of(plan, replace(hardware, constrained=0.5), trace) is None

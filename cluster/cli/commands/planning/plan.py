@@ -119,7 +119,10 @@ def _cores() -> int:
 
 def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlags) -> list[Choice]:
     """The best first."""
-    goal, means = flags.goal, SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
+    goal, means = (
+        flags.goal,
+        SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state, flags.report is not None),
+    )
     with _shown_progress(flags) as progress:
         if flags.max_load:
             (hardware,) = candidates
