@@ -25,7 +25,7 @@ from tandem.training.fitting import HELD_OUT, WEIGHT_AHEAD, Report, Vocabulary, 
 from tandem.training.own_answers import Answer
 
 DEPTH: Final = 3  # passes over an answer, each on what the one before said
-TOGETHER: Final = 4  # answers in a step of fitting
+TOGETHER: Final = 1  # answers in a step of fitting
 _NORMS: Final = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 

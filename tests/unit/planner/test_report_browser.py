@@ -28,7 +28,7 @@ from planner.traces.synthetic import LengthSpec, synthetic_trace
 from tandem.config.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_PICTURE_BYTES = 300_000
+MAX_PICTURE_BYTES = 400_000
 CHARTS = ("goodput-cost", "ttft-tpot", "variants", "grid", "roofline")
 
 
