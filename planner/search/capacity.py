@@ -53,12 +53,12 @@ def with_headroom(
 
 def ttft_of(goal: Goal, option: str) -> float:
     """Raises ConfigError if `goal` has no TTFT objective: then requests may wait for ever, and any load is served."""
-    if goal.slo.ttft_s is None:
+    if (ttft_s := goal.slo.loosest().ttft_s) is None:
         raise ConfigError(
             f"{option}: expected --ttft with it: without it requests may wait without end, and any load meets the goal",
             field="--ttft",
         )
-    return goal.slo.ttft_s
+    return ttft_s
 
 
 def check_growth(growth: float, goal: Goal) -> None:

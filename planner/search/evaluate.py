@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.hardware import Hardware, make_setup, simulated_block_tokens
@@ -42,7 +43,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The figures that a plan is chosen by. `busy`, `prefill_busy`, `decode_busy`: mean shares of time in use.
+    """The figures that a plan is chosen by. `joint`: the share of requests within their objectives; with objectives of
+    classes, of the class that does worst, and `of_class` has each. `busy`, `prefill_busy`, `decode_busy`: mean shares
+    of time in use.
 
     `complete` False: the simulation was stopped early, and the figures cover the part until then.
     """
@@ -65,6 +68,7 @@ class Evaluation:
     output_tokens_per_s: float
     rejected: int
     complete: bool
+    of_class: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def layout(self) -> ClusterLayout:
@@ -142,7 +146,7 @@ def _evaluation(job: Job, result: SimResult) -> Evaluation:
     found = result.attainment
     return Evaluation(
         job=job,
-        joint=1.0 if found.joint is None else found.joint,
+        joint=min(found.of_class.values(), default=1.0 if found.joint is None else found.joint),
         ttft_share=found.ttft,
         tpot_share=found.tpot,
         goodput_per_s=result.goodput_per_s if result.goodput_per_s is not None else result.finished / result.span_s,
@@ -159,6 +163,7 @@ def _evaluation(job: Job, result: SimResult) -> Evaluation:
         output_tokens_per_s=result.output_tokens_per_s,
         rejected=result.rejected,
         complete=result.complete,
+        of_class=dict(found.of_class),
     )
 
 

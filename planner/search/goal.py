@@ -29,7 +29,7 @@ class Goal:
         return self.slo.tpot_s if self.bounds_steps else None
 
     def __post_init__(self) -> None:
-        if self.slo.ttft_s is None and self.slo.tpot_s is None:
+        if not (self.slo.has_ttft or self.slo.has_tpot):
             raise ConfigError(
                 "--ttft: expected an objective, got neither --ttft nor --tpot: give one or both", field="--ttft"
             )

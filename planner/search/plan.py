@@ -122,6 +122,7 @@ class PlanSearch:
         self, trace: TrafficTrace, hardware: Hardware, goal: Goal, options: SearchOptions, progress: SearchProgress
     ) -> None:
         """Raises ConfigError when the model does not fit on the devices, InputError when the trace has no rate."""
+        goal.slo.check_classes(trace)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
         self._with_grid = options.grid
@@ -207,7 +208,7 @@ class PlanSearch:
     def _analysis(self, load: float) -> Analysis:
         goal = self._goal
         trace = self._trace.at_rate(load)
-        return Analysis(trace, self._hardware, goal.slo, goal.attainment, goal.max_running_requests)
+        return Analysis(trace, self._hardware, goal.slo.loosest(), goal.attainment, goal.max_running_requests)
 
     def _race(self, analysis: Analysis, load: float, run: Run) -> Race:
         return Race(

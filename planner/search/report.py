@@ -104,6 +104,9 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
         f"TTFT {slo.ttft_s:g} s" if slo.ttft_s else "no TTFT",
         f"TPOT {slo.tpot_s:g} s" if slo.tpot_s else "no TPOT",
     ]
+    for name, own in slo.of_class:
+        limits = (("TTFT", own.ttft_s), ("TPOT", own.tpot_s))
+        objectives.append(f"class {name}: " + " and ".join(f"{each} {s:g} s" for each, s in limits if s is not None))
     if (longest_s := goal.longest_step_s) is not None:
         objectives.append(f"steps with prompts and answers of up to {longest_s:g} s")
     others = f", and for {100 * goal.confidence:g} % of other traffics of this kind" if goal.confidence else ""
@@ -129,6 +132,9 @@ def _summary(plan: Plan) -> str:
         f"<p class='note'>{plan.considered} layouts considered, {plan.possible} within their bounds, "
         f"{plan.simulated} simulations.</p>"
     )
+    if plan.chosen is not None and plan.chosen.of_class:
+        shares = "; ".join(f"{name or 'default'} {share:.1%}" for name, share in plan.chosen.of_class.items())
+        considered += f"<p class='note'>Within objectives by class, of which the worst counts: {escape(shares)}.</p>"
     if plan.chosen is None:
         why = "" if plan.miss is None else plan.miss.explanation
         return f"<div class='miss'><p><b>Nothing meets the goal.</b> {escape(why)}</p></div>{considered}"

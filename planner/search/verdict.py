@@ -107,6 +107,13 @@ def _impossible(everything: Sequence[ClusterLayout], analysis: Analysis, goal: G
 
 
 def _missed(closest: Evaluation, goal: Goal) -> Miss:
+    if closest.of_class and closest.complete:
+        name, worst = min(closest.of_class.items(), key=lambda item: item[1])
+        return Miss(
+            closest, "class", None,
+            f"the closest layout ({closest.layout}) meets the objectives of class {name or 'default'} for {worst:.1%} "
+            f"of its requests, the goal is {goal.attainment:.1%}",
+        )  # fmt: skip
     slo = goal.slo
     overs = []
     for name, objective_s, share, p90_s, p99_s in (

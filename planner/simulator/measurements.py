@@ -49,7 +49,8 @@ class RunMeasurements:
 
     def __init__(self, trace: TrafficTrace, slo: Slo) -> None:
         requests = len(trace)
-        self._trace, self._slo = trace, slo
+        self._trace = trace
+        self._most_ttft_s, self._most_tpot_s = slo.limits(trace)
         self.misses = 0  # requests so far that missed an objective or ended unfinished
         self._missed = np.zeros(requests, np.bool_)
         self.dispatched_s = np.full(requests, np.nan)
@@ -102,7 +103,7 @@ class RunMeasurements:
 
     def first_token(self, index: int, now_s: float) -> None:
         self.first_token_s[index] = now_s
-        if self._slo.ttft_s is not None and now_s - self._trace.arrival_s[index] > self._slo.ttft_s:
+        if now_s - self._trace.arrival_s[index] > self._most_ttft_s[index]:
             self._miss(index)
 
     def head(self, count: int) -> RunMeasurements:
@@ -128,9 +129,10 @@ class RunMeasurements:
     def _is_slow(self, index: int) -> bool:
         """Whether its tokens came more slowly than the objective; an answer of one token has no pace."""
         intervals = int(self._trace.output_tokens[index]) - 1
-        if self._slo.tpot_s is None or intervals < 1:
+        if intervals < 1:
             return False
-        return float(self.last_token_s[index] - self.first_token_s[index]) / intervals > self._slo.tpot_s
+        pace_s = float(self.last_token_s[index] - self.first_token_s[index]) / intervals
+        return pace_s > float(self._most_tpot_s[index])
 
     def _miss(self, index: int) -> None:
         if not self._missed[index]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class Attainment:
     ttft: float | None
     tpot: float | None
     joint: float | None
+    of_class: Mapping[str, float] = field(default_factory=dict)  # both, of the requests of each class with its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements)
     tpot_s = np.full(len(trace), np.nan)
     several = finished & (intervals > 0)
     tpot_s[several] = (measurements.last_token_s - measurements.first_token_s)[several] / intervals[several]
-    attainment, good = _attained(slo, finished, ttft_s, tpot_s)
+    attainment, good = _attained(slo, trace, finished, ttft_s, tpot_s)
     span_s = trace.span_s or 1.0
     seconds = float(np.nanmax(np.concatenate([measurements.last_token_s, [span_s]])))
     output_tokens = float(trace.output_tokens[finished].sum())
@@ -131,15 +132,24 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements)
 
 
 def _attained(
-    slo: Slo, finished: NDArray[np.bool_], ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64]
+    slo: Slo,
+    trace: TrafficTrace,
+    finished: NDArray[np.bool_],
+    ttft_s: NDArray[np.float64],
+    tpot_s: NDArray[np.float64],
 ) -> tuple[Attainment, int | None]:
     """A request of one token has no TPOT and meets that objective."""
-    total = len(finished)
-    ttft = None if slo.ttft_s is None else finished & (ttft_s <= slo.ttft_s)
-    tpot = None if slo.tpot_s is None else finished & ~(tpot_s > slo.tpot_s)
-    if ttft is None and tpot is None:
+    if not (slo.has_ttft or slo.has_tpot):
         return Attainment(None, None, None), None
-    joint = finished if ttft is None else ttft
-    joint = joint if tpot is None else joint & tpot
-    shares = [None if each is None else float(each.sum()) / total for each in (ttft, tpot, joint)]
-    return Attainment(*shares), int(joint.sum())
+    total, (most_ttft_s, most_tpot_s) = len(finished), slo.limits(trace)
+    ttft, tpot = finished & (ttft_s <= most_ttft_s), finished & ~(tpot_s > most_tpot_s)
+    joint = ttft & tpot
+    of_class: dict[str, float] = {}
+    if slo.of_class:
+        label = np.zeros(total, np.int32) if trace.label is None else trace.label
+        for name in sorted({name for name, _ in trace.labels}):
+            own = np.isin(label, [number for number, each in enumerate(trace.labels) if each[0] == name])
+            if own.any():
+                of_class[name] = float(joint[own].mean())
+    shares = (float(ttft.mean()) if slo.has_ttft else None, float(tpot.mean()) if slo.has_tpot else None)
+    return Attainment(*shares, float(joint.mean()), of_class), int(joint.sum())

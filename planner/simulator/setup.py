@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.acceptance import Acceptance
 from planner.cost import CostModel
 from planner.shared_host import HostCores
+from planner.traces.trace import TrafficTrace
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.model import Role
 from tandem.config.router import RouterSpec
@@ -37,15 +42,59 @@ class PoolSetup:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """None: no objective."""
+    """None: no objective. `of_class`: those of classes that have their own."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    of_class: tuple[tuple[str, Slo], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}: expected an objective above 0 s, got {value:g}", field=name)
+
+    @property
+    def has_ttft(self) -> bool:
+        """Whether some class has this objective."""
+        return any(each.ttft_s is not None for each in self._each())
+
+    @property
+    def has_tpot(self) -> bool:
+        return any(each.tpot_s is not None for each in self._each())
+
+    def loosest(self) -> Slo:
+        """One that any class's requests meet if they meet their own."""
+        return Slo(_largest(each.ttft_s for each in self._each()), _largest(each.tpot_s for each in self._each()))
+
+    def limits(self, trace: TrafficTrace) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Of each request's class, TTFT and TPOT [n] in seconds; infinite without an objective."""
+        own = dict(self.of_class)
+        of_label = [own.get(name, self) for name, _ in trace.labels]
+        label = np.zeros(len(trace), np.int32) if trace.label is None else trace.label
+        ttft, tpot = (
+            np.array([math.inf if value is None else value for value in values])[label]
+            for values in zip(*((each.ttft_s, each.tpot_s) for each in of_label), strict=True)
+        )
+        return ttft, tpot
+
+    def check_classes(self, trace: TrafficTrace) -> None:
+        """Raises ConfigError for a class that no request has."""
+        known = sorted({name for name, _ in trace.labels})
+        for name, _ in self.of_class:
+            if name not in known:
+                there = ", ".join(each or "the default one" for each in known)
+                raise ConfigError(
+                    f"--class-slo: expected a class of the trace ({there}), got {name}", field="--class-slo"
+                )
+
+    def _each(self) -> tuple[Slo, ...]:
+        return (self, *(each for _, each in self.of_class))
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None if one of them is."""
+    found = [*values]
+    return None if None in found else max(value for value in found if value is not None)
 
 
 class Paper(StrEnum):

@@ -31,9 +31,11 @@ def simulate(
 ) -> SimResult:
     """Simulates every request of `trace` to its end, or until more than `most_misses` have missed an objective.
 
-    Raises ConfigError if a fault names an unknown worker, or the paper is about other clusters.
+    Raises ConfigError if a fault names an unknown worker, an objective an unknown class, or the paper is about other
+    clusters.
     """
     slo = slo or Slo()
+    slo.check_classes(trace)
     loop = EventLoop()
     measurements = RunMeasurements(trace, slo)
     setup, rules = with_paper(replace(setup, caches=trace.prefixes is not None), slo)

@@ -86,6 +86,14 @@ Ttft = Annotated[
 Tpot = Annotated[
     float | None, typer.Option("--tpot", help="Objective for the time per output token, in seconds. Default: none.")
 ]
+ClassSlo = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--class-slo",
+        help="Objectives of one class of requests, repeatable: CLASS=TTFT,TPOT; either may be empty. Default: those of "
+        "--ttft and --tpot.",
+    ),
+]
 
 
 def simulate(
@@ -114,6 +122,7 @@ def simulate(
     ] = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
+    class_slo: ClassSlo = None,
     arrivals: Arrivals = None,
     lengths: Lengths = None,
     prefixes: Prefixes = None,
@@ -146,9 +155,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a trace through a simulated cluster. Shows latencies, objectives met, and use of workers and links."""
-    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, parse_slo
     from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
-    from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
@@ -160,7 +168,7 @@ def simulate(
     flags = SimulateFlags(
         traffic,
         hardware,
-        Slo(ttft, tpot),
+        parse_slo(ttft, tpot, class_slo),
         config,
         prefill,
         decode,
@@ -187,6 +195,7 @@ def plan(
     ] = False,
     ttft: Ttft = None,
     tpot: Tpot = None,
+    class_slo: ClassSlo = None,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet the objectives.")] = 0.95,
     confidence: Annotated[
         float, typer.Option(help="Share of other traffics like this one that must meet it too. Default: 0.")
@@ -245,10 +254,9 @@ def plan(
     json: Json = False,
 ) -> None:
     """Find the cheapest cluster that serves a traffic. It must meet the objectives --ttft, --tpot, or both."""
-    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, parse_slo
     from cluster.cli.commands.planning.plan import PlanFlags, run_plan
     from planner.search.goal import Goal
-    from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
@@ -259,7 +267,13 @@ def plan(
         expert_bytes=expert_bytes,
     )  # fmt: skip
     goal = Goal(
-        Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running, confidence, bounded_steps
+        parse_slo(ttft, tpot, class_slo),
+        attainment,
+        devices,
+        tuple(step_tokens or (2048, 8192)),
+        running,
+        confidence,
+        bounded_steps,
     )
     flags = PlanFlags(
         traffic, hardware, goal, source, simulated, jobs, state, report, values, json, price, max_load, growth
@@ -302,6 +316,7 @@ def bench(
     cluster: ClusterName = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
+    class_slo: ClassSlo = None,
     arrivals: Arrivals = None,
     lengths: Lengths = None,
     prefixes: Prefixes = None,
@@ -352,16 +367,16 @@ def bench(
 ) -> None:
     """Play a trace against a cluster or an OpenAI endpoint. Measures the figures that `simulate` predicts."""
     from cluster.cli.commands.planning.bench import BenchFlags, run_bench
-    from cluster.cli.commands.planning.inputs import TrafficFlags
+    from cluster.cli.commands.planning.inputs import TrafficFlags, parse_slo
     from cluster.cli.load.player import LoadLimits
-    from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
         tuple(where or ()),
     )  # fmt: skip
     flags = BenchFlags(
-        traffic, Slo(ttft, tpot), api, url, cluster, model, api_key, ca, LoadLimits(connections, timeout), warm_up,
+        traffic, parse_slo(ttft, tpot, class_slo), api, url, cluster, model, api_key, ca,
+        LoadLimits(connections, timeout), warm_up,
         ignore_eos, vocab, prompt_seed, output, json, compare, config, tuple(settings or ()),
     )  # fmt: skip
     if compare is not None:

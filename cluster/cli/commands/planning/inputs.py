@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from planner.fitted import (
 )
 from planner.hardware import Hardware
 from planner.models import ElementSizes, find_model
+from planner.simulator.setup import Slo
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
 from planner.traces.read import read_trace, with_gap_noted
 from planner.traces.rows import parse_conditions
@@ -66,6 +68,25 @@ class HardwareFlags:
     acceptance: str | None = None
     kv_bytes: float | None = None  # None: as element_bytes
     expert_bytes: float | None = None  # None: as published, or as element_bytes
+
+
+def parse_slo(ttft: float | None, tpot: float | None, of_class: Sequence[str] | None) -> Slo:
+    """`of_class`: CLASS=TTFT,TPOT. Raises ConfigError."""
+    found: dict[str, Slo] = {}
+    for given in of_class or ():
+        name, equals, both = given.partition("=")
+        try:
+            limits = [float(each) if each.strip() else None for each in both.split(",")]
+            if not equals or len(limits) != 2 or name in found or limits == [None, None]:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                "--class-slo: expected CLASS=TTFT,TPOT in seconds, once for each class, such as batch=30,0.2 or "
+                f"batch=30,; got {given}",
+                field="--class-slo",
+            ) from None
+        found[name] = Slo(limits[0], limits[1])
+    return Slo(ttft, tpot, tuple(found.items()))
 
 
 def load_traffic(flags: TrafficFlags) -> TrafficTrace:

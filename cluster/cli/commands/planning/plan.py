@@ -171,6 +171,9 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
             console.print(_resampled(plan, console.width))
         return
     console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
+    if plan.chosen.of_class:
+        shares = ", ".join(f"{name or 'default'} {share:.1%}" for name, share in plan.chosen.of_class.items())
+        console.print(f"within objectives by class, of which the worst counts: {escape(shares)}")
     if (beside := plan.same_price_note()) is not None:
         console.print(beside)
     for line in plan.headroom_lines():

@@ -143,7 +143,8 @@ def outcome_lines(result: Outcome) -> list[str]:
         lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(result.refusals.items())))
     if result.goodput_per_s is not None:
         found = result.attainment
-        shares = (("TTFT", found.ttft), ("TPOT", found.tpot), ("both", found.joint))
+        shares = [("TTFT", found.ttft), ("TPOT", found.tpot), ("both", found.joint)]
+        shares += [(f"class {name or 'default'}", share) for name, share in found.of_class.items()]
         met = ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
         lines.append(f"objectives met: {met}; goodput {result.goodput_per_s:.2f} requests/s")
     return lines
