@@ -48,6 +48,8 @@ class RunMeasurements:
     """Times are seconds of virtual time, or since the run began; NaN: it did not happen."""
 
     def __init__(self, trace: TrafficTrace, slo: Slo) -> None:
+        """Raises ConfigError for objectives of a class that the trace does not have."""
+        slo.check_classes(trace)
         requests = len(trace)
         self._trace = trace
         self._most_ttft_s, self._most_tpot_s = slo.limits(trace)

@@ -35,7 +35,6 @@ def simulate(
     clusters.
     """
     slo = slo or Slo()
-    slo.check_classes(trace)
     loop = EventLoop()
     measurements = RunMeasurements(trace, slo)
     setup, rules = with_paper(replace(setup, caches=trace.prefixes is not None), slo)

@@ -14,6 +14,7 @@ from planner.models import find_model
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan
 from planner.search.report import html_report
+from planner.simulator.measurements import RunMeasurements
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
@@ -103,3 +104,5 @@ def test_objectives_are_read_once_for_each_class() -> None:
 def test_a_class_that_no_request_has_is_refused_by_name(trace: TrafficTrace, hardware: Hardware) -> None:
     with pytest.raises(ConfigError, match=r"expected a class of the trace \(chat, long\), got bach"):
         make_plan(trace, hardware, Goal(Slo(1.0, 0.1, (("bach", Slo(1.0)),))), SearchOptions(requests=COUNT))
+    with pytest.raises(ConfigError, match="got bach"):
+        RunMeasurements(trace, Slo(of_class=(("bach", Slo(1.0)),)))
