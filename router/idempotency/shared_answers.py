@@ -3,7 +3,7 @@
 The router that sets a key first owns it and runs the request. It renews the key's lease until it writes the done
 answer. Another router waits for that answer, or owns the key itself once the lease has ended. Values carry a MAC of the
 cluster's secret, so no other user of Redis can forge an answer. Without Redis a router runs the request itself; where
-Redis is slow, it does so while its claim is under way.
+Redis is slow, it does so while its claim is under way, and stops again if the key turns out to be another's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import contextlib
 import hmac
 import logging
 import secrets
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable
 from enum import StrEnum
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from redis.exceptions import RedisError
@@ -32,11 +33,20 @@ MAX_SHARED_BYTES = 1 << 20  # of one answer
 LEASE_S = 5.0
 POLL_S = 0.2
 CLAIM_S = 0.1  # so long a request waits for Redis before it runs
+LOOP_TURNS = 4  # after that, in which an answer that has arrived is read
 ANSWER_S = 0.5
 REST_S = 5.0  # without Redis, after it has failed
 _MAC_BYTES = 32
 
 Answer = TypeVar("Answer")
+
+
+Asking = asyncio.Task[bool]
+"""Redis's answer to a claim: whether the key is ours."""
+
+
+class _TakenError(Exception):
+    """Another router has the key."""
 
 
 class _State(StrEnum):
@@ -85,6 +95,7 @@ class SharedAnswers:
         self._claim_s = claim_s
         self._answer_s = answer_s
         self._rests_until_s = clock.now_s()
+        self._ends: set[asyncio.Task[None]] = set()  # of runs that ended before Redis answered
 
     async def obtain(self, request: KeyedRequest, log: AnswerLog, produce: Produce) -> TandemError | None:
         """Raises as `produce`; IdempotencyKeyReused, AnswerNotKept; AnswerUnderWay if another router runs it for too
@@ -97,10 +108,14 @@ class SharedAnswers:
         while True:
             value: bytes | None = None
             try:
-                if await self._claimed(key, claim, None if is_elsewhere else self._claim_s):
-                    return await self._own(key, claim, owner, request, log, produce)
+                asking = self._asking(key, claim)
+                if await self._may_run(asking, None if is_elsewhere else self._claim_s):
+                    return await self._own(key, claim, asking, owner, request, log, produce)
                 is_elsewhere = True
                 value = await self._value(key)
+            except _TakenError:
+                is_elsewhere = True
+                continue
             except (RedisError, OSError):
                 if not is_elsewhere:
                     return await produce(log)
@@ -121,27 +136,53 @@ class SharedAnswers:
                 )
             await asyncio.sleep(self._poll_s)
 
-    async def _claimed(self, key: str, claim: bytes, wait_s: float | None) -> bool:
-        """True also where Redis does not answer in time: the claim may still succeed, and its renewal finds out."""
-        asking = asyncio.ensure_future(self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)))
+    def _asking(self, key: str, claim: bytes) -> Asking:
+        async def ask() -> bool:
+            return bool(await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)))
+
+        asking = asyncio.create_task(ask(), name="idempotency-claim")
         asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen, whoever waits
+        return asking
+
+    async def _may_run(self, asking: Asking, wait_s: float | None) -> bool:
+        """True also while Redis has not answered in time."""
         try:
             await asyncio.wait({asking}, timeout=wait_s)
+            for _ in range(LOOP_TURNS):  # it was perhaps this process that stood still
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             asking.cancel()
             raise
-        return not asking.done() or bool(asking.result())
+        return not asking.done() or asking.result()
 
     async def close(self) -> None:
+        for task in self._ends:
+            task.cancel()
+        await asyncio.gather(*self._ends, return_exceptions=True)
         await self._redis.aclose()
 
     async def _own(
-        self, key: str, claim: bytes, owner: str, request: KeyedRequest, log: AnswerLog, produce: Produce
+        self,
+        key: str,
+        claim: bytes,
+        asking: Asking,
+        owner: str,
+        request: KeyedRequest,
+        log: AnswerLog,
+        produce: Produce,
     ) -> TandemError | None:
+        """Raises _TakenError if the claim fails late, and nothing has been said."""
         renewal = asyncio.create_task(self._renew(key, claim), name="idempotency-lease")
+        running = asyncio.ensure_future(produce(log))
         end: _Shared | None = None
+        is_taken = False
         try:
-            failure = await produce(log)
+            while not running.done():
+                waits: set[asyncio.Future[Any]] = {running} if asking.done() else {running, asking}
+                await asyncio.wait(waits, return_when=FIRST_COMPLETED)
+                if is_taken := not running.done() and _is_refused(asking) and log.head is None and not log.chunks:
+                    raise _TakenError
+            failure = running.result()
             if failure is None or is_final(failure):
                 end = _done(owner, request, log)
             return failure
@@ -152,12 +193,32 @@ class SharedAnswers:
             raise
         finally:
             renewal.cancel()
-            with contextlib.suppress(RedisError, OSError):  # then the lease ends by itself
-                if await self._value(key) == claim:
-                    if end is None:
-                        await self._ask(self._redis.delete(key))
-                    else:
-                        await self._ask(self._redis.set(key, self._sealed(key, end), px=self._keep_ms))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            if not is_taken:
+                await self._end(key, claim, asking, end)
+
+    async def _end(self, key: str, claim: bytes, asking: Asking, end: _Shared | None) -> None:
+        """Of the run. Its clients do not wait for a Redis that has not answered yet."""
+        if asking.done():
+            await self._write_end(key, claim, end)
+            return
+
+        async def later() -> None:
+            await asyncio.wait({asking})
+            await self._write_end(key, claim, end)
+
+        task = asyncio.create_task(later(), name="idempotency-end")
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _write_end(self, key: str, claim: bytes, end: _Shared | None) -> None:
+        with contextlib.suppress(RedisError, OSError):  # then the lease ends by itself
+            if await self._value(key) == claim:
+                if end is None:
+                    await self._ask(self._redis.delete(key))
+                else:
+                    await self._ask(self._redis.set(key, self._sealed(key, end), px=self._keep_ms))
 
     async def _renew(self, key: str, claim: bytes) -> None:
         """Until another router owns the key. Scripts are not allowed everywhere, and none is needed: at worst another
@@ -204,6 +265,10 @@ class SharedAnswers:
 
     def _mac(self, key: str, content: bytes) -> bytes:
         return hmac.digest(self._secret, b"tandem.idempotency.v1" + key.encode() + b"\0" + content, "sha256")
+
+
+def _is_refused(asking: Asking) -> bool:
+    return asking.done() and not asking.cancelled() and asking.exception() is None and not asking.result()
 
 
 def _done(owner: str, request: KeyedRequest, log: AnswerLog) -> _Shared:

@@ -40,6 +40,7 @@ class Routers:
         self.runs: list[int] = []
         self.outcomes: list[tuple[int, Outcome]] = []
         self.head: Head | None = HEAD
+        self.says_at_once = True
         self.end = asyncio.Event()
         self.failure: TandemError | None = None
         self.size_bytes = 10
@@ -68,8 +69,9 @@ class Routers:
     def _produce(self, number: int) -> Produce:
         async def produce(log: AnswerLog) -> None:
             self.runs.append(number)
-            log.head = self.head
-            log.append(b"begin ")
+            if self.says_at_once:
+                log.head = self.head
+                log.append(b"begin ")
             await self.end.wait()
             if self.failure is not None:
                 raise self.failure
@@ -326,6 +328,48 @@ async def test_a_request_does_not_wait_for_a_silent_redis_and_owns_its_key_when_
     routers.end.set()
     assert [await first, await second] == [(DONE, False), (DONE, True)]
     assert routers.runs == [number, number]
+
+
+@pytest.mark.parametrize("body", [b"what", b"another"])
+async def test_a_key_that_turns_out_to_be_anothers_stops_what_has_said_nothing(
+    routers: Routers, server: RedisServer, body: bytes
+) -> None:
+    routers.end.set()
+    number = routers.router(claim_s=CLAIM_S)
+    await routers.ask(number, KeyedRequest(b"before", b"what", 60.0))  # which connects
+    routers.end.clear()
+    first = routers.ask(0)
+    await routers.has_begun(0)
+    server.freeze()
+    try:
+        routers.says_at_once = False
+        second = routers.ask(number, KeyedRequest(b"key", body, 60.0))
+        await until(lambda: routers.runs == [number, 0, number])
+    finally:
+        server.thaw()
+    if body == b"another":
+        with pytest.raises(IdempotencyKeyReused):
+            await second
+    else:
+        redis = Redis.from_url(routers.url)
+        await until(lambda: redis.info("commandstats")["cmdstat_set"]["calls"] > 4)  # it has stopped, and asks again
+    routers.end.set()
+    assert await first == (DONE, False)
+    if body == b"what":
+        assert await second == (DONE, True)
+    assert routers.runs == [number, 0, number]
+
+
+async def test_a_short_answer_does_not_wait_for_a_silent_redis(routers: Routers, server: RedisServer) -> None:
+    number = routers.router(claim_s=CLAIM_S)  # 60 s until Redis counts as lost
+    routers.end.set()
+    await routers.ask(number, KeyedRequest(b"before", b"what", 60.0))
+    server.freeze()
+    try:
+        assert await routers.ask(number) == (DONE, False)
+    finally:
+        server.thaw()
+    assert await routers.ask(1) == (DONE, True), "written after all"
 
 
 async def test_a_router_that_waits_does_not_run_it_because_redis_is_lost(routers: Routers, server: RedisServer) -> None:
