@@ -34,15 +34,6 @@ class StepLoad(NamedTuple):
     expert_flops: float
     expert_bytes: float
 
-    @property
-    def flops(self) -> float:
-        return self.products + self.attention + self.expert_flops
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs for each byte."""
-        return self.flops / (self.moved_bytes + self.expert_bytes)
-
 
 class CostModel(Protocol):
     """Time that one worker needs for its work, in seconds."""

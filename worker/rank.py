@@ -353,6 +353,14 @@ def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles, build: BuildRan
         rank.close()
 
 
+def _lasts(error: TandemError) -> bool:
+    """Whether a start with this configuration ends so each time. Not if memory, a port, a file or a peer was the cause:
+    those may pass."""
+    if not isinstance(error, ConfigError) or isinstance(error, InsufficientMemory | PortInUse):
+        return False
+    return error.__cause__ is None or isinstance(error.__cause__, ValueError | TypeError)
+
+
 def main(make_roles: MakeRoles, description: str, build: BuildRank = build_launched_rank) -> None:
     """The entry point of a rank's process."""
     parser = argparse.ArgumentParser(description=description)
@@ -367,5 +375,4 @@ def main(make_roles: MakeRoles, description: str, build: BuildRank = build_launc
             run(launch, arguments.rank, make_roles, build)
     except TandemError as error:
         log.error("error: %s", error)
-        may_pass = not isinstance(error, ConfigError) or isinstance(error, InsufficientMemory | PortInUse)
-        raise SystemExit(2 if may_pass else WRONG_CONFIG_EXIT_CODE) from None
+        raise SystemExit(WRONG_CONFIG_EXIT_CODE if _lasts(error) else 2) from None

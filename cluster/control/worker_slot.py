@@ -33,7 +33,12 @@ ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_D
 
 
 Place = Callable[[], Awaitable[Sequence[MemberHandle]]]
-TELLING = (GPU_LOST_EXIT_CODE, WRONG_CONFIG_EXIT_CODE)  # of several processes that ended, the one that says why
+
+
+def _telling(ends: Sequence[MemberEnd]) -> MemberEnd:
+    """Of those of several ranks the one that says why: the others may have died of it."""
+    known = (GPU_LOST_EXIT_CODE, WRONG_CONFIG_EXIT_CODE)
+    return min(ends, key=lambda end: (end.exit_code not in known, end.reason))
 
 
 def _is_gpu_loss(end: MemberEnd) -> bool:
@@ -203,7 +208,7 @@ class WorkerSlot:
                     reason=f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
                 )
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return min((end.result() for end in done), key=lambda end: (end.exit_code not in TELLING, end.reason))
+            return _telling([end.result() for end in done])
         finally:
             for end in ends:
                 end.cancel()
@@ -216,7 +221,7 @@ class WorkerSlot:
         if not all(map(is_running, found, starts)):
             if self.state is WorkerState.READY or any(found):
                 ends = [each.end for each in found if each is not None and each.end is not None]
-                return ends[0] if ends else MemberEnd(reason=f"{self.worker_id} did not run completely")
+                return _telling(ends) if ends else MemberEnd(reason=f"{self.worker_id} did not run completely")
             await asyncio.gather(*(member.start(start) for member, start in zip(members, starts, strict=True)))
         return None
 

@@ -18,7 +18,6 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import NoReturn
 
 from cluster.devices import CPU
@@ -204,7 +203,15 @@ class Supervisor:
             last, where = _last_line(path), str(path)
         if not last or _HARMLESS.match(last):
             return f"; its log: {where}"
-        return f": {shorten(error_told(last) or last, LONGEST_HINT, placeholder=' …')}"
+        return f": {_cut(error_told(last) or last)}"
+
+
+def _cut(text: str) -> str:
+    """At most LONGEST_HINT characters, between two words if some of the last ones are short."""
+    if len(text) <= LONGEST_HINT:
+        return text
+    whole = text[:LONGEST_HINT].rpartition(" ")[0]
+    return f"{whole if len(whole) > LONGEST_HINT // 2 else text[:LONGEST_HINT]} …"
 
 
 def _last_line(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,12 +28,11 @@ from tandem.text.words import plural
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """`requests`: to simulate, of the busiest part. `state`: file for results, from which an interrupted search
-    resumes; None: no file. `grid`: also simulate the layouts around the plan, for a picture."""
+    resumes; None: no file."""
 
     requests: int = 1000
     processes: int = 1
     state: Path | None = None
-    grid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,18 @@ def make_plan(
         return search.plan()
 
 
+def with_grid(
+    plan: Plan,
+    trace: TrafficTrace,
+    hardware: Hardware,
+    options: SearchOptions,
+    progress: SearchProgress = lambda what, done, total: None,
+) -> Plan:
+    """`plan` with the layouts around the chosen one, for a picture."""
+    with PlanSearch(trace, hardware, plan.goal, options, progress) as search:
+        return search.with_grid(plan)
+
+
 class PlanSearch:
     """A context manager that owns the simulations of one traffic on one hardware."""
 
@@ -125,7 +136,6 @@ class PlanSearch:
         goal.slo.check_classes(trace)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
-        self._with_grid = options.grid
         self._everything = list(layouts(_widths(hardware, goal.max_devices), goal.max_devices, goal.step_tokens))
         evaluator = Evaluator(
             self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
@@ -192,8 +202,14 @@ class PlanSearch:
             resampled=tuple(resampled),
             verdict=verdict(race.best(apart), race.best(together), goal),
             same_price=None if chosen is None else self._better_at_the_price(chosen, finalists),
-            grid=tuple(trials.grid(chosen, finalists)) if chosen is not None and self._with_grid else (),
         )
+
+    def with_grid(self, plan: Plan) -> Plan:
+        """With the layouts around the chosen one."""
+        if plan.chosen is None:
+            return plan
+        grid = tuple(self._trials.grid(plan.chosen, plan.finalists))
+        return replace(plan, grid=grid, simulated=plan.simulated + self._trials.simulated)
 
     def _better_at_the_price(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> Evaluation | None:
         met = [each for each in finalists if each.meets(self._goal.attainment)]

@@ -27,7 +27,7 @@ _LEGEND = (
     "deployed: devices of whole machines, and their price per hour",
     "grey bars: from the second worst to the second best of the other traffics",
     "MFU, MBU: shares of a device's peaks that a step reaches, all-reduces and overheads included; decode with up to "
-    "as many requests as the KV pool holds",
+    "as many requests as a worker runs; FLOPs as of 16 bits",
 )
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.cost import PrefillWork, RooflineCostModel, StepLoad
+from planner.cost import PrefillWork, RooflineCostModel
 from planner.hardware import Hardware
 from planner.search.plan import Plan
 from planner.traces.trace import TrafficTrace
@@ -17,7 +17,8 @@ BATCHES = (1, 4, 16, 64, 256)
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
     """A step of one worker, for each of its devices: FLOPs for each byte, FLOPs in a second, and the shares of both
-    peaks that it reaches, all-reduces and overheads included."""
+    peaks that it reaches, all-reduces and overheads included. Products of narrower formats, whose peak is higher, count
+    as the 16-bit FLOPs that take as long."""
 
     phase: str
     what: str
@@ -29,7 +30,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class RooflineChart:
-    """Peaks of one device. `mfu`, `mbu`: the shares of them that its kernels are taken to reach."""
+    """Peaks of one device, in 16 bits. `mfu`, `mbu`: the shares of them that its kernels are taken to reach."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -58,17 +59,17 @@ def roofline_of(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> Roofline
         return None
     chunk = min(prompt, layout.step_tokens)
     steps = [("prefill", f"{chunk} tokens of a prompt", prefill, [PrefillWork(chunk, prompt - chunk)], 0)]
-    most = hardware.kv_tokens(layout.decode_tp) // context
+    most = min(hardware.kv_tokens(layout.decode_tp) // context, plan.goal.max_running_requests)
     steps += [("decode", plural(batch, "request"), decode, [], batch) for batch in _batches(most)]
     device = decode.device
     return RooflineChart(
-        device.weight_flops_per_s or device.flops_per_s, device.memory_bytes_per_s, device.mfu, device.mbu,
+        device.flops_per_s, device.memory_bytes_per_s, device.mfu, device.mbu,
         tuple(_point(phase, what, cost, prefills, batch, context) for phase, what, cost, prefills, batch in steps),
     )  # fmt: skip
 
 
 def _batches(most: int) -> Iterator[int]:
-    """Ends with what the KV pool holds."""
+    """Ends with the most that a worker runs."""
     yield from (batch for batch in BATCHES if batch < most)
     yield max(1, most)
 
@@ -76,10 +77,10 @@ def _batches(most: int) -> Iterator[int]:
 def _point(
     phase: str, what: str, cost: RooflineCostModel, prefills: Sequence[PrefillWork], batch: int, context: int
 ) -> OperatingPoint:
-    work: StepLoad = cost.work(prefills, batch, batch * context)
+    work, device = cost.work(prefills, batch, batch * context), cost.device
     each_s = cost.step_s(prefills, batch, batch * context) * cost.tp  # device seconds
-    flops_per_s, bytes_per_s = work.flops / each_s, (work.moved_bytes + work.expert_bytes) / each_s
-    peak = cost.device.weight_flops_per_s or cost.device.flops_per_s
-    return OperatingPoint(
-        phase, what, work.intensity, flops_per_s, flops_per_s / peak, bytes_per_s / cost.device.memory_bytes_per_s
-    )
+    peak, moved = device.flops_per_s, work.moved_bytes + work.expert_bytes
+    flops = work.attention + work.products * peak / (device.weight_flops_per_s or peak)
+    flops += work.expert_flops * peak / (device.expert_flops_per_s or peak)
+    mbu = moved / each_s / device.memory_bytes_per_s
+    return OperatingPoint(phase, what, flops / moved, flops / each_s, flops / each_s / peak, mbu)

@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 def error_told(line: str) -> str:
     """What a log's line says after `error: `, by which a process tells why it ends; empty if it says no such thing."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         line = f": {json.loads(line)['message']}"
     return line.partition(": error: ")[2]
 

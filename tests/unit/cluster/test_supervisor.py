@@ -57,23 +57,24 @@ async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_pa
     await supervisor.stop()
 
 
+@pytest.mark.parametrize(("long", "cut"), [(" words" * 200, " words …"), (" 1,2,3" + ",4" * 400, ",4,4 …")])
 @pytest.mark.parametrize("log_format", LogFormat)
 async def test_an_error_that_a_process_tells_is_told_without_its_time_and_not_cut_in_a_word(
-    tmp_path: Path, log_format: LogFormat
+    tmp_path: Path, log_format: LogFormat, long: str, cut: str
 ) -> None:
     code = (
         "import logging, sys; from tandem.config.log_format import LogFormat; "
         "from tandem.telemetry.logs import setup_logging; "
         f"setup_logging(process='m/rank', log_format=LogFormat('{log_format}')); "
-        "logging.error('error: %s', 'engine.vllm.enforce: no such setting' + ' words' * 200); sys.exit(78)"
+        f"logging.error('error: %s', 'engine.vllm.enforce: no such setting{long}'); sys.exit(78)"
     )
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", code))))
     async with asyncio.timeout(60):
         end = await supervisor.wait_end()
     assert end.exit_code == 78
-    assert end.reason.startswith("m/rank ended with exit code 78: engine.vllm.enforce: no such setting words")
-    assert end.reason.endswith(" words …")
+    assert end.reason.startswith("m/rank ended with exit code 78: engine.vllm.enforce: no such setting ")
+    assert end.reason.endswith(cut)
     await supervisor.stop()
 
 

@@ -257,10 +257,10 @@ async def test_a_start_that_its_configuration_forbids_is_not_tried_again(model: 
     async with running(model, tmp_path, [member, other]) as (slot, _):
         await until(lambda: len(member.starts) == 1)
         await asyncio.sleep(0)
-        other.end("rank-1 was killed")  # as it is by what it waits for
-        member.end("rank-0 ended with exit code 78: engine.vllm: no such setting", WRONG_CONFIG_EXIT_CODE)
+        member.end("rank-0 was killed")  # as it is by what it waits for
+        other.end("rank-1 ended with exit code 78: engine.vllm: no such setting", WRONG_CONFIG_EXIT_CODE)
         await until(lambda: slot.is_given_up)
-        assert slot.reason == "rank-0 ended with exit code 78: engine.vllm: no such setting"
+        assert slot.reason == "rank-1 ended with exit code 78: engine.vllm: no such setting"
     assert len(member.starts) == 1
 
 

@@ -19,7 +19,7 @@ from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.goal import Goal
-from planner.search.plan import SearchOptions, make_plan
+from planner.search.plan import SearchOptions, make_plan, with_grid
 from planner.search.report import html_report
 from planner.search.roofline import roofline_of
 from planner.simulator.setup import Slo
@@ -54,7 +54,8 @@ def test_the_charts_are_drawn(tmp_path: Path) -> None:
     trace = synthetic_trace(100, Gamma(8.0), LengthSpec(800, 0.5), LengthSpec(40, 0.5), seed=1)
     goal = Goal(Slo(0.5, 0.03), 0.9, 2, (2048,))
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
-    plan = make_plan(trace, hardware, goal, SearchOptions(60, grid=True))
+    plan = make_plan(trace, hardware, goal, SearchOptions(60))
+    plan = with_grid(plan, trace, hardware, SearchOptions(60))
     page = tmp_path / "report.html"
     page.write_text(html_report(plan, "roofline of h100", (), roofline_of(plan, hardware, trace)), encoding="utf-8")
     expect_charts(page, tmp_path)

@@ -11,7 +11,7 @@ from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.goal import Goal
-from planner.search.plan import Plan, SearchOptions, make_plan
+from planner.search.plan import Plan, SearchOptions, make_plan, with_grid
 from planner.search.report import html_report
 from planner.search.roofline import roofline_of
 from planner.simulator.setup import Slo
@@ -54,6 +54,16 @@ def test_prefill_is_bound_by_arithmetic_and_decode_by_memory(
         assert each.mbu <= found.mbu + 1e-9
 
 
+def test_narrow_experts_count_by_their_peak(trace: TrafficTrace) -> None:
+    """Their FLOPs are many more than those of 16 bits in the same time."""
+    narrow = Hardware(find_model("gpt-oss-20b"), find_device("b200"))
+    plan = make_plan(trace, narrow, Goal(Slo(ttft_s=2.0, tpot_s=0.05), max_devices=2), SearchOptions(requests=200))
+    found = roofline_of(plan, narrow, trace)
+    assert found is not None
+    assert all(each.mfu <= found.mfu + 1e-9 and each.mbu <= found.mbu + 1e-9 for each in found.points)
+    assert found.points[-1].what == "256 requests"
+
+
 def test_a_report_shows_it(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
     page = html_report(plan, "roofline", (), roofline_of(plan, hardware, trace))
     assert "<div class='chart' id='roofline'>" in page
@@ -64,7 +74,8 @@ def test_a_report_shows_it(plan: Plan, hardware: Hardware, trace: TrafficTrace) 
 def test_the_grid_has_the_plan_and_its_neighbours_on_these_devices(
     plan: Plan, hardware: Hardware, trace: TrafficTrace
 ) -> None:
-    found = make_plan(trace, hardware, plan.goal, SearchOptions(requests=200, grid=True))
+    found = with_grid(plan, trace, hardware, SearchOptions(requests=200))
+    assert found.simulated == plan.simulated + len(found.grid)
     assert found.chosen is not None
     layouts = [each.layout for each in found.grid]
     assert found.chosen.layout in layouts

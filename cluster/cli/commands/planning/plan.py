@@ -26,7 +26,7 @@ from planner.search.choices import Choice, plan_on_each
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
-from planner.search.plan import Plan, SearchOptions
+from planner.search.plan import Plan, SearchOptions, with_grid
 from planner.search.report import html_report
 from planner.search.roofline import roofline_of
 from planner.search.traffic import BUSIEST
@@ -121,7 +121,7 @@ def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlag
     """The best first."""
     goal, means = (
         flags.goal,
-        SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state, flags.report is not None),
+        SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state),
     )
     with _shown_progress(flags) as progress:
         if flags.max_load:
@@ -130,6 +130,8 @@ def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlag
         best, *others = plan_on_each(trace, candidates, goal, means, progress)
         if flags.growth is not None and best.plan is not None:
             best = replace(best, plan=with_headroom(best.plan, trace, best.hardware, means, flags.growth, progress))
+        if flags.report is not None and best.plan is not None:
+            best = replace(best, plan=with_grid(best.plan, trace, best.hardware, means, progress))
         return [best, *others]
 
 
