@@ -26,7 +26,6 @@ from tandem.training.own_answers import Answer
 
 DEPTH: Final = 3  # passes over an answer, each on what the one before said
 TOGETHER: Final = 1  # answers in a step of fitting
-_NORMS: Final = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,18 @@ class Head:
 def begun(model_dir: Path, config: ModelConfig, vocabulary: Vocabulary) -> Head:
     """Begins as the model's last layer, on the last of the three hidden states."""
     draw, width = torch.Generator().manual_seed(0), config.hidden_size
-    tensors = {f"midlayer.{name}.weight": torch.ones(width) for name in _NORMS}
+    tensors = {"midlayer.input_layernorm.weight": torch.ones(width)}  # of tokens
     last = f"model.layers.{config.layers - 1}."
     with Checkpoint.open(model_dir) as checkpoint:
+
+        def norm(name: str) -> Tensor:
+            if f"{name}.weight" not in checkpoint:
+                return torch.ones(width)
+            return checkpoint.read(f"{name}.weight", [width]).float() + config.traits.norm_offset
+
+        tensors["midlayer.hidden_norm.weight"] = norm(f"{last}input_layernorm")
+        tensors["midlayer.post_attention_layernorm.weight"] = norm(f"{last}post_attention_layernorm")
+        tensors["norm.weight"] = norm("model.norm")
 
         def read(name: str, *shape: int) -> Tensor:
             if f"{last}{name}.weight" in checkpoint:
@@ -100,12 +108,11 @@ def begun(model_dir: Path, config: ModelConfig, vocabulary: Vocabulary) -> Head:
 
         for name, rows in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
             own = read(f"self_attn.{name}_proj", rows * config.head_dim, width)
-            tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat((0.5 * own, own), dim=1)
+            tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat((torch.zeros_like(own), own), dim=1)
         tensors["midlayer.self_attn.o_proj.weight"] = read("self_attn.o_proj", width, config.heads * config.head_dim)
         for name in ("gate", "up"):
             tensors[f"midlayer.mlp.{name}_proj.weight"] = read(f"mlp.{name}_proj", config.intermediate_size, width)
         tensors["midlayer.mlp.down_proj.weight"] = read("mlp.down_proj", width, config.intermediate_size)
-        tensors["norm.weight"] = checkpoint.read("model.norm.weight", [width]).float() + config.traits.norm_offset
     tensors["fc.weight"] = torch.cat((torch.zeros(width, (TAPS - 1) * width), torch.eye(width)), dim=1)
     tensors["lm_head.weight"] = vocabulary.head.clone()
     frequencies = scaled_frequencies(config.traits.rope, config.max_position_tokens)
