@@ -13,6 +13,12 @@ RESULTS = Path(__file__).parent / "data" / "acceptance-results.toml"
 HEAD = "# How the acceptance tests last ended. Written by `make test-all ARGS=--acceptance-results`, `make soak` too.\n"
 
 
+def named(nodeid: str) -> str:
+    """FILE::FUNCTION, as the page names tests: without class, parameters, and the group that workers share."""
+    file, *_, function = nodeid.partition("[")[0].partition("@")[0].split("::")
+    return f"{file}::{function}"
+
+
 class AcceptanceResults:
     """Runs in the process that starts the others, which gets the reports of all of them."""
 
@@ -24,7 +30,7 @@ class AcceptanceResults:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not any(name == "acceptance" for name, _ in report.user_properties):
             return
-        test = report.nodeid.partition("[")[0]
+        test = named(report.nodeid)
         if report.failed:
             self._ends[test] = "failed"
         elif report.when == "call" and report.passed:

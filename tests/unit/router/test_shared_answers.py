@@ -304,7 +304,7 @@ async def test_without_redis_each_router_runs_it_once(routers: Routers, server: 
 
 
 @pytest.mark.acceptance(
-    9, here="a request with an idempotency key: it runs after 0.1 s, and the key holds all the same"
+    9, here="a request with an idempotency key: it runs after 0.1 s, and its key holds if Redis answers after all"
 )
 async def test_a_request_does_not_wait_for_a_silent_redis_and_owns_its_key_when_that_answers(
     routers: Routers, server: RedisServer
