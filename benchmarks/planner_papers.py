@@ -48,7 +48,8 @@ class Question:
     def slo(self) -> Slo:
         if self.objectives != BALANCED:
             return Cell(PLACE, self.traffic, "rdma", self.objectives).slo
-        return Slo(*(math.sqrt(hard * easy) for hard, easy in (self.traffic.ttft_s, PLACE.tpot_s)))
+        ttft_s, tpot_s = (math.sqrt(hard * easy) for hard, easy in (self.traffic.ttft_s, PLACE.tpot_s))
+        return Slo(ttft_s, tpot_s)
 
 
 def questions(folder: Path | None) -> list[Question]:
