@@ -208,8 +208,7 @@ class PlanSearch:
         """With the layouts around the chosen one."""
         if plan.chosen is None:
             return plan
-        grid = tuple(self._trials.grid(plan.chosen, plan.finalists))
-        return replace(plan, grid=grid, simulated=plan.simulated + self._trials.simulated)
+        return replace(plan, grid=tuple(self._trials.grid(plan.chosen, plan.finalists)))
 
     def _better_at_the_price(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> Evaluation | None:
         met = [each for each in finalists if each.meets(self._goal.attainment)]

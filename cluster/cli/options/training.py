@@ -39,7 +39,7 @@ def train_heads(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the questions and answers.")] = 0,
 ) -> None:
-    """Fit Medusa heads, an early exit or an EAGLE-3 head to a model's answers. They serve engine.speculation."""
+    """Fit a drafter to a model's answers, for engine.speculation. Medusa heads, an early exit or an EAGLE-3 head."""
     from cluster.cli.commands.train_heads import Training, run_train_heads
 
     flags = Training(kind, model, output, prompts, heads, layer, vocabulary, tokens, passes, device, threads, seed)
