@@ -23,11 +23,9 @@ class PrefillWork(NamedTuple):
 
 
 class StepLoad(NamedTuple):
-    """What the ranks of a worker compute and move in a step, together. `rows`: tokens to sample from. FLOPs of products
-    with weights and of attention, and of experts; `moved_bytes` of weights and KV, and those of experts."""
+    """What the ranks of a worker compute and move in a step, together: FLOPs of products with weights and of attention,
+    and of experts; `moved_bytes` of weights and KV, and those of experts."""
 
-    tokens: int
-    rows: int
     products: float
     attention: float
     moved_bytes: float
@@ -110,6 +108,16 @@ class RooflineCostModel:
 
     def work(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> StepLoad:
         """Of prefill and decode together; the weights are read once."""
+        tokens, _, products, attention, moved = self._dense(prefills, batch, context_tokens)
+        if (experts := self.model.experts) is None:
+            return StepLoad(products, attention, moved, 0.0, 0.0)
+        return StepLoad(products, attention, moved, experts.flops(tokens), experts.read_bytes(tokens))
+
+    def _dense(
+        self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int
+    ) -> tuple[int, int, float, float, float]:
+        """Tokens, rows to sample from, FLOPs of products and of attention, bytes moved, but for experts. A plain tuple:
+        a simulation asks for each step."""
         model = self.model
         seen, tokens = model.seen_tokens(context_tokens, batch), batch
         attention = model.decode_flops(seen)
@@ -120,24 +128,21 @@ class RooflineCostModel:
         rows = batch + len(prefills)
         # Ranks beyond the KV heads hold copies of them.
         moved = model.weights_bytes + seen * model.kv_token_bytes / model.layers * max(1.0, self.tp / model.kv_heads)
-        products = 2.0 * (model.block_params * tokens + model.head_params * rows)
-        experts = model.experts
-        of_experts = (0.0, 0.0) if experts is None else (experts.flops(tokens), experts.read_bytes(tokens))
-        return StepLoad(tokens, rows, products, attention, moved, *of_experts)
+        return tokens, rows, 2.0 * (model.block_params * tokens + model.head_params * rows), attention, moved
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        model, device, work = self.model, self.device, self.work(prefills, batch, context_tokens)
-        peak_s = work.products / (device.weight_flops_per_s or device.flops_per_s) + work.attention / device.flops_per_s
-        moved = work.moved_bytes
-        overhead_s = device.step_overhead_s + model.layers * device.layer_overhead_s + work.rows * device.row_overhead_s
-        if model.experts is not None:
+        model, device = self.model, self.device
+        tokens, rows, products, attention, moved = self._dense(prefills, batch, context_tokens)
+        peak_s = products / (device.weight_flops_per_s or device.flops_per_s) + attention / device.flops_per_s
+        overhead_s = device.step_overhead_s + model.layers * device.layer_overhead_s + rows * device.row_overhead_s
+        if (experts := model.experts) is not None:
             peak = device.expert_efficiency * (device.expert_flops_per_s or device.flops_per_s)
-            peak_s += work.expert_flops / peak
-            moved += work.expert_bytes / device.expert_efficiency
-            overhead_s += model.experts.layers * device.expert_overhead_s
+            peak_s += experts.flops(tokens) / peak
+            moved += experts.read_bytes(tokens) / device.expert_efficiency
+            overhead_s += experts.layers * device.expert_overhead_s
         compute_s = peak_s / (device.mfu * self.tp)
         memory_s = moved / (device.mbu * device.memory_bytes_per_s * self.tp)
-        return max(compute_s, memory_s) + self._all_reduce_s(work.tokens) + overhead_s
+        return max(compute_s, memory_s) + self._all_reduce_s(tokens) + overhead_s
 
     def transfer_s(self, num_bytes: int) -> float:
         """bytes/(eta·BW) + latency; 0 for 0 bytes."""
