@@ -8,7 +8,7 @@ zero: at the first position, and where a request goes on from KV that this worke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -181,6 +181,10 @@ class Eagle(Chain):
         self._rows: dict[tuple[int, int], int] = {}  # of `_kept`
         self._states: dict[int, Tensor] = {}  # [hidden] before a request's next token, while it drafts
 
+    def _at(self, numbers: Iterable[int]) -> Tensor:
+        """[numbers] int64, copied without waiting for a kernel."""
+        return to_device(np.array([*numbers], dtype=np.int64), self._device)
+
     def _place_of(self, sequence: SequenceStep, position: int) -> tuple[int, int]:
         return sequence.blocks[position // self._block_tokens], position
 
@@ -191,7 +195,7 @@ class Eagle(Chain):
             for number, each in sequences.items()
             if each.start and (row := self._rows.get(self._place_of(each, each.start - 1))) is not None
         }
-        return dict(zip(rows, self._eagle.fuse(self._kept[[*rows.values()]]), strict=True)) if rows else {}
+        return dict(zip(rows, self._eagle.fuse(self._kept[self._at(rows.values())]), strict=True)) if rows else {}
 
     def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
         drafting = {number: each for number, each in enumerate(sequences) if each.draft and each.draft.count}
@@ -201,8 +205,7 @@ class Eagle(Chain):
 
     def _logits(self, inputs: Mapping[int, SequenceStep]) -> Tensor:
         steps = [*inputs.values()]
-        tokens = to_device(np.array([each.token_ids[0] for each in steps], dtype=np.int64), self._device)
-        positions = to_device(np.array([each.start for each in steps], dtype=np.int64), self._device)
+        tokens, positions = self._at(each.token_ids[0] for each in steps), self._at(each.start for each in steps)
         states = torch.stack([self._states[number] for number in inputs])
         embedded, rotation = self._model.embedded(tokens), self._rope.rotation(positions)
         residual, q, k, v = self._eagle.projected(embedded, states, rotation)
@@ -223,8 +226,8 @@ class Eagle(Chain):
             states[1:] = self._eagle.fuse(tapped[:-1])
         before = self._before(dict(enumerate(step.sequences)))
         if before:
-            states[[firsts[number] for number in before]] = torch.stack([*before.values()])
-        unknown = [first for number, first in enumerate(firsts) if number not in before]
+            states[self._at(firsts[number] for number in before)] = torch.stack([*before.values()])
+        unknown = self._at(first for number, first in enumerate(firsts) if number not in before)
         embedded, rotation = self._model.embedded(step.tokens), self._rope.rotation(step.positions)
         _, _, k, v = self._eagle.projected(embedded, states, rotation)
         k[unknown], v[unknown] = 0, 0
@@ -233,5 +236,5 @@ class Eagle(Chain):
         for first, count, each in zip(firsts, counts, step.sequences, strict=True):
             for offset in range(count - max(1, each.samples), count):
                 places[self._place_of(each, each.start + offset)] = first + offset
-        self._kept = tapped[[*places.values()]]
+        self._kept = tapped[self._at(places.values())]
         self._rows = {place: row for row, place in enumerate(places)}
