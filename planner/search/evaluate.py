@@ -74,6 +74,11 @@ class Evaluation:
     def layout(self) -> ClusterLayout:
         return self.job.layout
 
+    @property
+    def class_line(self) -> str:
+        shares = ", ".join(f"{name or 'default'} {share:.1%}" for name, share in self.of_class.items())
+        return f"within objectives by class, of which the worst counts: {shares}"
+
     def meets(self, attainment: float) -> bool:
         """Whether so large a share of the requests met both objectives."""
         return self.complete and self.joint >= attainment

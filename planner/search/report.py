@@ -133,8 +133,7 @@ def _summary(plan: Plan) -> str:
         f"{plan.simulated} simulations.</p>"
     )
     if plan.chosen is not None and plan.chosen.of_class:
-        shares = "; ".join(f"{name or 'default'} {share:.1%}" for name, share in plan.chosen.of_class.items())
-        considered += f"<p class='note'>Within objectives by class, of which the worst counts: {escape(shares)}.</p>"
+        considered += f"<p class='note'>{escape(plan.chosen.class_line)}.</p>"
     if plan.chosen is None:
         why = "" if plan.miss is None else plan.miss.explanation
         return f"<div class='miss'><p><b>Nothing meets the goal.</b> {escape(why)}</p></div>{considered}"

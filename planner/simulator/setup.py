@@ -50,7 +50,7 @@ class Slo:
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}: expected an objective above 0 s, got {value:g}", field=name)
 
     @property

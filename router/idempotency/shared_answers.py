@@ -141,14 +141,16 @@ class SharedAnswers:
             return bool(await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)))
 
         asking = asyncio.create_task(ask(), name="idempotency-claim")
-        asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen, whoever waits
+        asking.add_done_callback(
+            lambda asked: asked.cancelled() or asked.exception()
+        )  # else asyncio warns that nobody took it
         return asking
 
     async def _may_run(self, asking: Asking, wait_s: float | None) -> bool:
         """True also while Redis has not answered in time."""
         try:
             await asyncio.wait({asking}, timeout=wait_s)
-            for _ in range(LOOP_TURNS):  # it was perhaps this process that stood still
+            for _ in range(0 if asking.done() else LOOP_TURNS):  # it was perhaps this process that stood still
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             asking.cancel()

@@ -80,7 +80,7 @@ def test_a_plan_holds_for_the_class_that_does_worst(trace: TrafficTrace, hardwar
     assert dear.chosen.joint == min(dear.chosen.of_class.values()) >= 0.95
     page = html_report(dear, "roofline")
     assert "class long: TTFT 0.15 s and TPOT 0.1 s" in page
-    assert "Within objectives by class" in page
+    assert "within objectives by class" in page
     impossible = make_plan(trace, hardware, replace(strict, slo=Slo(5.0, 0.1, (("long", Slo(0.02, 0.1)),))), options)
     assert impossible.chosen is None
     assert impossible.miss is not None

@@ -119,10 +119,7 @@ def _cores() -> int:
 
 def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlags) -> list[Choice]:
     """The best first."""
-    goal, means = (
-        flags.goal,
-        SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state),
-    )
+    goal, means = flags.goal, SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
     with _shown_progress(flags) as progress:
         if flags.max_load:
             (hardware,) = candidates
@@ -174,8 +171,7 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
         return
     console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
     if plan.chosen.of_class:
-        shares = ", ".join(f"{name or 'default'} {share:.1%}" for name, share in plan.chosen.of_class.items())
-        console.print(f"within objectives by class, of which the worst counts: {escape(shares)}")
+        console.print(escape(plan.chosen.class_line))
     if (beside := plan.same_price_note()) is not None:
         console.print(beside)
     for line in plan.headroom_lines():
