@@ -29,6 +29,7 @@ TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": TOKENS}
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": TOKENS}
 PENALISED = GREEDY | {"frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+ROOMY = ENGINE.model_copy(update={"kv_blocks": 128})  # for all of ASKS at once: none is refused and retried
 ASKS = [
     (random_prompt(7 + 41 * number, VOCAB, number), sampling)
     for number in range(6)
@@ -64,7 +65,7 @@ def handoffs(live: Routed) -> float:
 
 
 async def test_a_pair_answers_as_one_vllm_does(routed: StartRouted, model_dir: Path, expected: list[list[int]]) -> None:
-    async with routed(model_dir, prefill=1, decode=1, engine=ENGINE) as live:
+    async with routed(model_dir, prefill=1, decode=1, engine=ROOMY) as live:
         assert await answers(live) == expected
         await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
 
@@ -74,7 +75,7 @@ async def test_narrow_workers_hand_off_to_wide_ones(
 ) -> None:
     """Two wide ones share the machine, and a killed one leaves nothing of what its ranks shared."""
     before = {*SHARED_MEMORY.glob("vllm-*")}
-    async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ENGINE) as live:
+    async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ROOMY) as live:
         fleet = live.app.dispatcher.fleet
         found = await answers(live)
         await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
