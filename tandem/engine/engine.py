@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from tandem.clock import Clock, SystemClock
 from tandem.engine.api import (
@@ -151,7 +150,7 @@ class TandemEngine(WithoutAdapters):
         if self._runner.samples_on_device:
             take_following(flight, found_only=True)
             early = choose_on_device(flight, (), self._vocab_size)  # runs right after the step
-        before = frozenset(flight.following)
+        before = [*flight.following]
         output = flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
         flight.seconds = time.perf_counter() - flight.began_s
         if self._ending:
@@ -162,8 +161,7 @@ class TandemEngine(WithoutAdapters):
             if choice is not None:
                 output = output.with_choice(choice)
         if not flight.has_advanced:
-            chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
-            flight.failed |= self._scheduler.advance(replace(plan, chunks=chunks))
+            flight.failed |= self._scheduler.advance(plan, without=flight.discarded)
         tokens: list[TokenOut] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         for sequence in flight.failed.keys() - flight.discarded:

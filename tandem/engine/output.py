@@ -176,8 +176,8 @@ class Launched:
         draws = {sample: draw for sample, draw in enumerate(self._draws) if draw and not sequences[sample].masked}
         sampled = sample_on_device(logits, best, draws, last, None, draw_rows) if draws else Sampled(best)
         self.tokens = sampled.tokens
-        of_host = np.flatnonzero([_is_for_host(each) for each in sequences])
-        self._rows = _host_copy(logits[to_device(of_host, logits.device)] if len(of_host) else logits[:0])
+        of_host = [sample for sample, each in enumerate(sequences) if _is_for_host(each)]
+        self._rows = _host_copy(logits[to_device(np.array(of_host), logits.device)]) if of_host else None
         self._undrawn = (logits, best, last) if any(each.masked for each in sequences) else None
         self._choice = DeviceChoice(sampled, draws)
 
@@ -194,7 +194,7 @@ class Launched:
         """Waits until the device is done. Raises InternalError if it failed."""
         chosen = self._choice.wait()
         failed_exports = self._flush() if self._flush is not None else frozenset[str]()
-        of_host = iter(self._rows.numpy())
+        of_host = iter(() if self._rows is None else self._rows.numpy())
         return StepOutput(
             [None if token == NOT_FINITE else token for token in chosen.tokens],
             [next(of_host) if _is_for_host(each) else None for each in self._sequences],

@@ -11,6 +11,7 @@ With a `BatchRule`, requests are collected while a batch runs, and become the ne
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -332,11 +333,13 @@ class Scheduler:
             and self.pool.available() >= len(order)
         )
 
-    def advance(self, plan: StepPlan) -> dict[Sequence, TandemError]:
-        """Records that the plan was executed: its tokens' KV is in the pool, but for proposed ones (`accept`). Returns
-        the sequences for which this failed: the caller ends them."""
+    def advance(self, plan: StepPlan, without: Collection[Sequence] = ()) -> dict[Sequence, TandemError]:
+        """Records that the plan was executed, but for the sequences `without`: its tokens' KV is in the pool, except
+        proposed ones (`accept`). Returns the sequences for which this failed: the caller ends them."""
         failed: dict[Sequence, TandemError] = {}
         for chunk in plan.chunks:
+            if chunk.sequence in without:
+                continue
             chunk.sequence.computed = chunk.start + chunk.count
             try:
                 self._commit(chunk.sequence)

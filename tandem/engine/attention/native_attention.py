@@ -37,28 +37,30 @@ class NativeStepAttention:
         self._layout = layout
         self._terms = terms
         self._pool = pool  # keeps it alive: the kernels only have its address
-        counts = np.array([len(sequence.token_ids) for sequence in sequences])
-        starts = np.array([sequence.start for sequence in sequences])
-        ends = np.cumsum(counts)
+        self._layer_bytes, self._block_bytes = layout.layer_bytes, layout.block_bytes
+        counts = [len(sequence.token_ids) for sequence in sequences]
         tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int64)
         for row, sequence in zip(tables, sequences, strict=True):
             row[: len(sequence.blocks)] = sequence.blocks
         check_blocks(tables, layout.num_blocks)
-        table_of = np.repeat(np.arange(len(sequences)), counts)
-        within = np.arange(len(table_of)) - np.repeat(ends - counts, counts)
-        positions = starts[table_of] + within
-        blocks = tables[table_of, positions // layout.block_tokens]
+        table_of = np.arange(len(sequences)).repeat(counts)
+        ranges = [np.arange(each.start, each.start + count) for each, count in zip(sequences, counts, strict=True)]
+        positions = np.concatenate(ranges)
+        columns, offsets = np.divmod(positions, layout.block_tokens)
         self._tables, self._table_of = torch.from_numpy(tables), torch.from_numpy(table_of)
-        self._positions, self._blocks = torch.from_numpy(positions), torch.from_numpy(blocks)
-        self._offsets = torch.from_numpy(positions % layout.block_tokens)
-        at_once = kernels.tokens_at_once(terms.heads // layout.kv_heads)
-        begins = [np.arange(end - count, end, at_once) for count, end in zip(counts, ends, strict=True)]
-        self._items = torch.from_numpy(np.concatenate([*begins, ends[-1:]]))
+        self._positions, self._blocks = torch.from_numpy(positions), torch.from_numpy(tables[table_of, columns])
+        self._offsets = torch.from_numpy(offsets)
+        at_once, end = kernels.tokens_at_once(terms.heads // layout.kv_heads), 0
+        begins: list[int] = []
+        for count in counts:
+            begins += range(end, end + count, at_once)
+            end += count
+        self._items = torch.from_numpy(np.array([*begins, end]))
 
     def _cells(self, layer: int, head_dim: int) -> Cells:
         layout = self._layout
         return Cells(
-            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
+            self._pool.data_ptr() + layer * self._layer_bytes, self._block_bytes, layout.kv_heads,
             layout.block_tokens, head_dim, layout.dtype,
         )  # fmt: skip
 
@@ -68,9 +70,9 @@ class NativeStepAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        terms = self._terms
-        self.store(layer, k, v)
+        terms, cells = self._terms, self._cells(layer, q.shape[2])
+        self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
         return self._kernels.attend(
-            self._cells(layer, q.shape[2]), q, self._tables, self._table_of, self._positions, self._items,
+            cells, q, self._tables, self._table_of, self._positions, self._items,
             terms.windows[layer], terms.scale, terms.softcap,
         )  # fmt: skip
