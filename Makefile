@@ -17,7 +17,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools bench-vllm check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy check-cluster clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools bench-vllm check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
 	@scripts/system-tools.sh chromium curl docker-registry ip prometheus promtool redis-server
 	$(PYTEST) -m system $(ARGS)
+
+check-cluster: $(DEV)  ## Run the chart's examples through the API server in KUBEBUILDER_ASSETS (ARGS="-k secured")
+	@scripts/system-tools.sh curl ip
+	$(PYTEST) -m system -vv -rs tests/kubernetes $(ARGS)
 
 clients: $(DEV)  ## Run client libraries, in an environment of their own, against a cluster (ARGS="-k langchain")
 	@PYTHON=$(BIN)/python TORCH='$(TORCH)' scripts/clients.sh $(ARGS)
