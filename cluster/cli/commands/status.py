@@ -19,6 +19,7 @@ from cluster.cli.console import console, fitted
 from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
 from router.policies.types import PlacementReason
+from router.workers.link import lacks
 from tandem.errors import UnavailableError
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
@@ -170,6 +171,7 @@ def _worker(worker: cluster_pb2.WorkerStatus, health: Health) -> dict[str, Any]:
         "reason": worker.reason,
         "restarts": worker.restarts,
         "address": info.address,
+        "cannot": sorted(lacks(info)),
         "blocks": {
             "free": blocks.free,
             "cached": blocks.cached,
@@ -235,6 +237,9 @@ def show(
     rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
     names = {each.info.worker_id: worker_name(each.info.worker_id, ROLES[each.info.role]) for each in status.workers}
+    for lacking, some in _by_what_they_lack(status.workers).items():
+        engines = ", ".join(names[worker_id] for worker_id in some)
+        console.print(f"{engines}: engine without {', '.join(lacking)}", markup=False, soft_wrap=True)
     for worker in status.workers:
         name = names[worker.info.worker_id]
         if worker.reason:
@@ -249,6 +254,15 @@ def show(
         console.print(f"[yellow]failures of the controller's tasks, which were started again[/]: {counts}")
     if status.log_dir:
         console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
+
+
+def _by_what_they_lack(workers: Iterable[cluster_pb2.WorkerStatus]) -> dict[tuple[str, ...], list[str]]:
+    """The ready workers whose engines cannot do all that Tandem's own does."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for worker in workers:
+        if worker.state == "ready" and (lacking := tuple(sorted(lacks(worker.info)))):
+            found.setdefault(lacking, []).append(worker.info.worker_id)
+    return found
 
 
 def _local_prefill(placements: Placements, max_tokens: int | None) -> str:
