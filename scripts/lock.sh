@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Writes deploy/docker/node.lock and router.lock: the versions and hashes of all that the images install beside torch, which
-# comes from an index of the builder's choice. Versions are those that the tests ran with (scripts/constraints.txt).
+# Writes deploy/docker/node.lock, router.lock and vllm.lock: the versions and hashes of all that the images install beside
+# torch, which comes from an index of the builder's choice. Versions are those that the tests ran with
+# (scripts/constraints.txt; scripts/vllm-requirements.txt names all of vLLM's environment).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -19,8 +20,9 @@ PYTHON_END
 
 lock() {
   "$tools/bin/uv" pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
-    --constraint scripts/constraints.txt "$1" --output-file "$2"
+    "$@"
 }
-rm -f deploy/docker/node.lock deploy/docker/router.lock  # uv keeps versions of a lock that is there
-lock "$tools/node.txt" deploy/docker/node.lock
-lock deploy/docker/router-requirements.txt deploy/docker/router.lock
+rm -f deploy/docker/*.lock  # uv keeps versions of a lock that is there
+lock --constraint scripts/constraints.txt "$tools/node.txt" --output-file deploy/docker/node.lock
+lock --constraint scripts/constraints.txt deploy/docker/router-requirements.txt --output-file deploy/docker/router.lock
+lock --no-deps scripts/vllm-requirements.txt --output-file deploy/docker/vllm.lock

@@ -51,13 +51,13 @@ images() {
   mkdir -p dist
   : >dist/digests.txt
   base=$(docker buildx imagetools inspect "$(sed -n 's/^ARG PYTHON_IMAGE=//p' deploy/docker/Dockerfile)" --format '{{.Manifest.Digest}}')
-  for target in cpu cuda router; do
+  for target in cpu cuda router vllm; do
     name=tandem
     [ "$target" = cpu ] || name=tandem-$target
     local arguments=(--build-arg "PYTHON_DIGEST=$base" --build-arg "VERSION=$version"
       --build-arg "REVISION=$(git rev-parse HEAD)" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH")
     # Without it torch brings the CUDA libraries.
-    [ "$target" != cpu ] || arguments+=(--build-arg "TORCH_PIP_ARGS=--index-url https://download.pytorch.org/whl/cpu")
+    [[ "$target" != @(cpu|vllm) ]] || arguments+=(--build-arg "TORCH_PIP_ARGS=--index-url https://download.pytorch.org/whl/cpu")
     docker buildx build --file deploy/docker/Dockerfile --target "$target" "${arguments[@]}" \
       --attest type=sbom --attest type=provenance,mode=max --metadata-file "$work/metadata.json" \
       --output "type=image,name=$REGISTRY/$name:$version,push=true,oci-mediatypes=true,rewrite-timestamp=true" .

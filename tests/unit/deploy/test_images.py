@@ -61,7 +61,7 @@ def lineage(name: str) -> list[tuple[str, str]]:
     return (lineage(stage.parent) if stage.parent in known else []) + stage.steps
 
 
-@pytest.mark.parametrize("image", ["node", "router"])
+@pytest.mark.parametrize("image", ["node", "router", "vllm"])
 def test_all_that_an_image_installs_beside_torch_is_locked_by_version_and_hash(image: str) -> None:
     """Also a requirement that was added or raised since: then `make lock`."""
     locked = {}
@@ -71,8 +71,12 @@ def test_all_that_an_image_installs_beside_torch_is_locked_by_version_and_hash(i
         locked[canonicalize_name(requirement.name)] = next(iter(requirement.specifier)).version
     with (ROOT / "pyproject.toml").open("rb") as file:
         declared = [Requirement(each) for each in tomllib.load(file)["project"]["dependencies"]]
-    if image == "router":
-        lines = (DOCKERFILE.parent / "router-requirements.txt").read_text().splitlines()
+    if image != "node":
+        named = {
+            "router": DOCKERFILE.parent / "router-requirements.txt",
+            "vllm": ROOT / "scripts/vllm-requirements.txt",
+        }
+        lines = named[image].read_text().splitlines()
         declared = [Requirement(each) for each in lines if not each.startswith("#")]
     assert "torch" not in locked
     for each in declared:
@@ -87,18 +91,18 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (linted.returncode, linted.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("target", ["router", "cpu", "cuda"])
+@pytest.mark.parametrize("target", ["router", "cpu", "cuda", "vllm"])
 def test_every_target_runs_as_nobody_special_and_says_whether_it_is_healthy(target: str) -> None:
     steps = lineage(target)
     names = [name for name, _ in steps]
-    assert [value for name, value in steps if name == "USER"] == [f"{NOBODY}:{NOBODY}"]
+    assert [value for name, value in steps if name == "USER"][-1] == f"{NOBODY}:{NOBODY}"
     assert names.index("USER") < names.index("ENTRYPOINT")
     assert "HEALTHCHECK" in names
     titles = " ".join(value for name, value in steps if name == "LABEL")
     assert all(f"org.opencontainers.image.{key}" in titles for key in ("title", "licenses", "version", "revision"))
 
 
-@pytest.mark.parametrize(("target", "extras"), [("cpu", ""), ("cuda", "cuda")])
+@pytest.mark.parametrize(("target", "extras"), [("cpu", ""), ("cuda", "cuda"), ("vllm", "")])
 def test_the_cuda_image_contains_the_extra_of_gpus(target: str, extras: str) -> None:
     """Extras that pyproject.toml has, in the environment that the target copies."""
     copied = [value for name, value in lineage(target) if name == "COPY" and "/opt/tandem " in value]

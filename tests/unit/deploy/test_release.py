@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 EPOCH = "1700000000"
 REGISTRY = "registry.example.com/owner/tandem"
-IMAGES = {"cpu": "tandem", "cuda": "tandem-cuda", "router": "tandem-router"}
+IMAGES = {"cpu": "tandem", "cuda": "tandem-cuda", "router": "tandem-router", "vllm": "tandem-vllm"}
 
 # Says what it is asked, and what docker says of what it pushed.
 DOCKER = """#!/usr/bin/env bash
@@ -174,7 +174,7 @@ def test_every_image_is_built_from_the_dockerfile_and_signed_by_its_digest(check
         pushed.append(f"{REGISTRY}/{name}@sha256:{number:064d}")
     assert (checkout.root / "dist" / "digests.txt").read_text().splitlines() == sorted(pushed)
     checkout.release("sign")
-    assert checkout.calls[-3:] == [f"sign --yes {name}" for name in sorted(pushed)]
+    assert checkout.calls[-len(IMAGES) :] == [f"sign --yes {name}" for name in sorted(pushed)]
 
 
 def test_nothing_is_signed_that_was_not_pushed(checkout: Checkout) -> None:
