@@ -22,6 +22,8 @@ from tandem.training.hidden_states import states_of, tapped
 from tandem.training.kinds import Kind
 from tandem.training.own_answers import BATCH, LONGEST_ANSWER, LONGEST_QUESTION, Answer, OwnAnswers
 
+DEFAULT_HEADS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -29,7 +31,7 @@ class Training:
     model: str | None
     output: Path
     prompts: Path | None
-    heads: int
+    heads: int | None
     layer: int | None
     vocabulary: int
     tokens: int
@@ -44,7 +46,7 @@ def run_train_heads(flags: Training) -> int:
     console = Console(stderr=True, highlight=False)
     folder = resolve(flags.model or DEMO_MODEL, progress=console.print)
     config = ModelConfig.load(folder)
-    layer = _layer(flags, config)
+    layer, heads = _layer(flags, config), _number_of_heads(flags)
     if flags.kind is Kind.EAGLE3 and (why := has_none(config)) is not None:
         raise InputError(f"--model: {why}", field="model")
     prompts = _prompts(flags.prompts)
@@ -56,7 +58,7 @@ def run_train_heads(flags: Training) -> int:
     if flags.kind is Kind.EAGLE3:
         _eagle(flags, folder, config, answers, console)
     else:
-        _heads(flags, folder, config, answers, layer, console)
+        _heads(flags, folder, config, answers, layer, heads, console)
     console.print(
         f"written; use it with engine.speculation={flags.kind} engine.speculation_model={flags.output.resolve()}"
     )
@@ -77,16 +79,15 @@ def _eagle(flags: Training, folder: Path, config: ModelConfig, answers: list[Ans
 
 
 def _heads(
-    flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], layer: int, console: Console
+    flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], layer: int, heads: int, console: Console
 ) -> None:
     with build_alone(folder, _engine(flags, exact=True)) as rank:
-        ahead = flags.heads + 1 if flags.kind is Kind.MEDUSA else 1
-        states = states_of(rank, answers, ahead, layer if flags.kind is Kind.EARLY_EXIT else None)
+        states = states_of(rank, answers, heads + 1, layer if flags.kind is Kind.EARLY_EXIT else None)
     torch.set_num_threads(flags.threads)
     vocabulary = fitting.frequent(folder, config, states.chosen, flags.vocabulary)
     if flags.kind is Kind.MEDUSA:
-        tensors = fitting.fit_medusa(states, vocabulary, flags.heads, flags.passes, console.print)
-        fitting.write_medusa(flags.output, tensors, flags.heads, vocabulary)
+        tensors = fitting.fit_medusa(states, vocabulary, heads, flags.passes, console.print)
+        fitting.write_medusa(flags.output, tensors, heads, vocabulary)
     else:
         norm = fitting.last_norm(folder, config)
         tensors = fitting.fit_exit(states, vocabulary, norm, config.rms_norm_eps, flags.passes, console.print)
@@ -128,6 +129,15 @@ def _layer(flags: Training, config: ModelConfig) -> int:
     if layer >= config.layers:
         raise InputError(f"--layer: expected fewer than the model's {config.layers} layers, got {layer}", field="layer")
     return layer
+
+
+def _number_of_heads(flags: Training) -> int:
+    """0 for others than Medusa."""
+    if flags.kind is Kind.MEDUSA:
+        return DEFAULT_HEADS if flags.heads is None else flags.heads
+    if flags.heads is not None:
+        raise InputError("--heads: is for medusa", field="heads")
+    return 0
 
 
 def _prompts(file: Path | None) -> list[str]:

@@ -25,7 +25,9 @@ def train_heads(
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with a prompt in each line; default: the model asks itself.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=16, help="Medusa: how many tokens ahead.")] = 4,
+    heads: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Medusa: how many tokens ahead.", show_default="4")
+    ] = None,
     layer: Annotated[
         int | None, typer.Option(min=1, help="Early exit: after how many layers; default: a quarter of them.")
     ] = None,

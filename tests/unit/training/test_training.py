@@ -130,6 +130,7 @@ def test_only_as_many_prompts_as_a_whole_batch_without_an_answer_end_it(
     ("arguments", "said"),
     [
         (("medusa", "--layer", "1"), "--layer: is for early_exit"),
+        (("early_exit", "--heads", "4"), "--heads: is for medusa"),
         (("early_exit", "--layer", "3"), "fewer than the model's 3 layers"),
         (("medusa", "--prompts", "nowhere.txt"), "expected a file of UTF-8 text"),
         (("medusa", "--prompts", "/dev/null"), "a prompt in each line"),
