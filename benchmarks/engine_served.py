@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -68,16 +69,27 @@ class ServedPair:
                 return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
         raise RuntimeError(f"served: expected all answers to overlap, got none that do in {ATTEMPTS} attempts")
 
-    def times(self, asks: Sequence[LoadRequest], streams: int) -> list[list[float]]:
-        """When the tokens of each answer arrived, with so many answers at a time."""
-        return self._wait(self._times(asks, asyncio.Semaphore(streams)))
+    def times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float) -> list[list[float]]:
+        """When the tokens of each answer arrived in that time. Each stream asks its questions in turn, again and
+        again."""
+        return self._wait(self._times(streams, seconds))
 
-    async def _times(self, asks: Sequence[LoadRequest], streams: asyncio.Semaphore) -> list[list[float]]:
-        async def one(ask: LoadRequest) -> list[float]:
-            async with streams:
-                return (await self._answer(self._http, ask))[1]
+    async def _times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float) -> list[list[float]]:
+        answers: list[list[float]] = []
 
-        return await asyncio.gather(*(one(ask) for ask in asks))
+        async def ask_on(asks: Sequence[LoadRequest]) -> None:
+            for ask in cycle(asks):
+                answers.append([])
+                await self._answer(self._http, ask, answers[-1])
+
+        asking = [asyncio.create_task(ask_on(asks)) for asks in streams]
+        failed, _ = await asyncio.wait(asking, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for task in failed:
+            task.result()
+        return answers
 
     async def _start(self) -> None:
         cluster = await self._resources.enter_async_context(live(self._spec))
@@ -93,9 +105,11 @@ class ServedPair:
     ) -> list[tuple[LoadResponse, list[float]]]:
         return await asyncio.gather(*(self._answer(client, ask) for ask in asks))
 
-    async def _answer(self, client: LoadClient, ask: LoadRequest) -> tuple[LoadResponse, list[float]]:
-        """The answer, and the arrival time of each token."""
-        token_times_s: list[float] = []
+    async def _answer(
+        self, client: LoadClient, ask: LoadRequest, token_times_s: list[float] | None = None
+    ) -> tuple[LoadResponse, list[float]]:
+        """The answer, and the arrival time of each token, which `token_times_s` gets as it comes."""
+        token_times_s = [] if token_times_s is None else token_times_s
         answer = await client.send(ask, lambda tokens: token_times_s.extend([time.perf_counter()] * tokens))
         return answer, token_times_s
 

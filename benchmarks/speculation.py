@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,27 @@ class Sizes:
     runs: int = 5
     batch: int = 32
     streams: int = 16
+    counted_s: float = 45.0
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    together: int = 60  # tokens
+    turns: int = 3
     fitted: int = 60_000  # tokens of own answers
     passes: int = 4
 
 
-QUICK = Sizes(copied=6, written=4, runs=1, batch=3, streams=2, fitted=100, passes=1)
+QUICK = Sizes(
+    copied=6,
+    written=4,
+    runs=1,
+    batch=3,
+    streams=2,
+    counted_s=2.0,
+    batches=(1, 2),
+    together=4,
+    turns=1,
+    fitted=100,
+    passes=1,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +166,28 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         yield Figure("spec.lookup_acceptance", speculator.accepted / max(1, speculator.proposed), "share")
 
 
+def measure_batches(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Speed of `auto` over that without by batch, medians of turns; `mixed`: half of the requests copy."""
+    tokenizer = Tokenizer.load(model_dir)
+    copies = [Asked(prompt, 0.0, sizes.together) for prompt in COPIES]
+    chats = [Asked(prompt, SAMPLED * (number % 2), sizes.together) for number, prompt in enumerate(CHATS)]
+    mixed = [each for pair in zip(copies * 4, chats, strict=True) for each in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, ours = (
+            single_rank(model_dir, Path(folder) / each, kv_blocks=2000, threads_per_rank=2, speculation=each)
+            for each in ("none", "auto")
+        )
+        for name, asked in {"copy": copies, "mixed": mixed, "chat": chats}.items():
+            for batch in sizes.batches if name != "mixed" else sizes.batches[1:]:
+                many = list(islice(cycle(asked), batch))
+                turns = [
+                    [answers(each, tokenizer, many, together=True)[0] for each in (plain, ours)]
+                    for _ in range(sizes.turns)
+                ]
+                without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
+                yield Figure(f"spec.auto_{name}_b{batch}", with_it, "s", without, without / with_it)
+
+
 def speculating(model_dir: Path, sizes: Sizes) -> dict[str, dict[str, Any]]:
     """The settings of each proposer. The draft model is the model itself in int4: no smaller one has its vocabulary."""
     return {
@@ -166,7 +205,8 @@ def fitted(kind: Kind, sizes: Sizes) -> Path:
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
             flags = Training(
-                kind, DEMO_MODEL, Path(scratch) / "new", None, HEADS, EXIT_LAYER if kind is Kind.EARLY_EXIT else None,
+                kind, DEMO_MODEL, Path(scratch) / "new", None,
+                HEADS if kind is Kind.MEDUSA else None, EXIT_LAYER if kind is Kind.EARLY_EXIT else None,
                 VOCABULARY, sizes.fitted, sizes.passes, "cpu", 2, seed=0,
             )  # fmt: skip
             run_train_heads(flags)
@@ -266,25 +306,29 @@ def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
 def measure_goodput(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     """Answers per second whose tokens come within 1.25 times the median time of those without, of a pair of a prefill
-    and a decode worker with 16 streams, half of which copy: `auto` over none, medians of turns."""
+    and a decode worker with 16 streams, each of which copies and chats in turn: `auto` over none, medians of turns.
+    An answer counts by its part within `counted_s`, before which all streams have long begun."""
     tokenizer = Tokenizer.load(model_dir)
-    texts = [(COPIES, CHATS)[number % 2][number // 2 % 2] for number in range(2 * sizes.streams)]
-    asks = [
-        LoadRequest(tokenizer.encode(f"Request {number}.\n{text}", add_special_tokens=False), sizes.copied)
-        for number, text in enumerate(texts)
-    ]
+
+    def ask(number: int, text: str) -> LoadRequest:
+        prompt = tokenizer.encode(f"Request {number}.\n{text}", add_special_tokens=False)
+        return LoadRequest(prompt, sizes.copied)
+
+    pairs = [(COPIES[number // 2 % 2], CHATS[number // 2 % 2]) for number in range(sizes.streams)]
+    streams = [[ask(number, text) for text in pair[:: 1 - number % 2 * 2]] for number, pair in enumerate(pairs)]
     with (
         ServedPair(model_dir, 1, {"speculation": "none"}) as plain,
         ServedPair(model_dir, 1, {"speculation": "auto"}) as ours,
     ):
-        first = [pair.times(asks, sizes.streams) for pair in (plain, ours)]  # prompts are cached from here on
-        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0])
+        first = [pair.times(streams, sizes.counted_s) for pair in (plain, ours)]  # prompts are cached from here on
+        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0] if times)
 
         def goodput(pair: ServedPair) -> float:
-            began_s = time.perf_counter()
-            answered = pair.times(asks, sizes.streams)
-            good = sum(_pace_s(times) <= pace_s for times in answered)
-            return good / (time.perf_counter() - began_s)
+            from_s = time.perf_counter() + sizes.counted_s / 3
+            good = [
+                times for times in pair.times(streams, sizes.counted_s * 4 / 3) if times and _pace_s(times) <= pace_s
+            ]
+            return sum(at_s >= from_s for times in good for at_s in times) / sizes.copied / sizes.counted_s
 
         turns = [[goodput(pair) for pair in (plain, ours)] for _ in range(sizes.runs)]
     without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
@@ -302,12 +346,13 @@ def measure_batching(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", choices=["lookup", "proposers", "goodput", "exactness", "batching"])
+    parser.add_argument("--figure", choices=["lookup", "batches", "proposers", "goodput", "exactness", "batching"])
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args()
     sizes, model_dir = QUICK if given.quick else Sizes(), pull(DEMO_MODEL)
     figures: dict[str, Callable[[Path, Sizes], Iterator[Figure]]] = {
         "lookup": measure_lookup,
+        "batches": measure_batches,
         "proposers": measure_proposers,
         "goodput": measure_goodput,
         "exactness": measure_exactness,

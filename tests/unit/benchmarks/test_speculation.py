@@ -16,6 +16,7 @@ Figures = Callable[..., dict[str, dict[str, Any]]]
 UNITS = {"b1": "s", "acceptance": "share", "bound": "ratio"}
 FIGURES = {
     "lookup": {"lookup_copy_b1": "s", "lookup_chat_b1": "s", "lookup_chat_b32": "s", "lookup_acceptance": "share"},
+    "batches": {f"auto_{name}": "s" for name in ("copy_b1", "copy_b2", "mixed_b2", "chat_b1", "chat_b2")},
     "proposers": {
         f"{name}_{what}": unit
         for name in PROPOSERS
