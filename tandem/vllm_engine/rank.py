@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
@@ -73,6 +74,8 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
         answer_without_adapter()
     config = engine_config(model_dir, spec, launch.tp, {SHARED: shared}, make_executor, takes_adapters=takes_adapters)
     model = config.model_config
+    if model.enforce_eager:  # else vLLM compiles some small functions all the same, when they are first used
+        torch.compiler.set_stance("force_eager")
     try:
         core = EngineCore(config, make_executor, log_stats=False)
     except TandemError:

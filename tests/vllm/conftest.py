@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,9 @@ __all__ = ["forks", "pair", "routed", "short_folder"]
 
 ENGINE = EngineSpec(kind="vllm", block_tokens=32, kv_blocks=64, max_model_tokens=512, max_step_tokens=64)
 VOCAB = 300
+# As in the image: no compiler, and nothing that was compiled before.
+NOTHING_COMPILED = tempfile.TemporaryDirectory(prefix="tandem-inductor-")
+os.environ |= {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": NOTHING_COMPILED.name}
 
 
 class Exporter:

@@ -36,7 +36,7 @@ def test_the_image_carries_every_package_of_the_wheel_and_runs_as_nobody_special
             assert (ROOT / name).exists(), name
             assert f"!{name}" in context
     stages = re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE)
-    assert stages[-2:] == ["cpu", "cuda"]
+    assert stages[-3:] == ["cpu", "vllm", "cuda"]
     assert re.search(r"^USER 10001:10001$", text, re.MULTILINE)
     assert text.index("USER 10001") < text.index("ENTRYPOINT")
 

@@ -29,6 +29,7 @@ from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+VLLM = ROOT / "scripts" / "vllm-requirements.txt"
 MIB = 1 << 20
 NOBODY = 10001
 STEPS_S = 300
@@ -61,24 +62,33 @@ def lineage(name: str) -> list[tuple[str, str]]:
     return (lineage(stage.parent) if stage.parent in known else []) + stage.steps
 
 
-@pytest.mark.parametrize("image", ["node", "router", "vllm"])
-def test_all_that_an_image_installs_beside_torch_is_locked_by_version_and_hash(image: str) -> None:
-    """Also a requirement that was added or raised since: then `make lock`."""
-    locked = {}
+def locked_by(image: str) -> dict[str, str]:
+    """Versions by name."""
+    locked: dict[str, str] = {}
     for entry in re.split(r"\n(?=\S)", (DOCKERFILE.parent / f"{image}.lock").read_text()):
         assert "--hash=sha256:" in entry, entry[:60]
         requirement = Requirement(entry.split("\\\n")[0])
         locked[canonicalize_name(requirement.name)] = next(iter(requirement.specifier)).version
+    return locked
+
+
+def requirements(file: Path) -> list[Requirement]:
+    return [Requirement(line) for line in file.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("image", ["node", "router", "vllm"])
+def test_all_that_an_image_installs_beside_torch_is_locked_by_version_and_hash(image: str) -> None:
+    """Also a requirement that was added or raised since: then `make lock`."""
+    locked = locked_by(image)
+    assert "torch" not in locked
     with (ROOT / "pyproject.toml").open("rb") as file:
         declared = [Requirement(each) for each in tomllib.load(file)["project"]["dependencies"]]
-    if image != "node":
-        named = {
-            "router": DOCKERFILE.parent / "router-requirements.txt",
-            "vllm": ROOT / "scripts/vllm-requirements.txt",
-        }
-        lines = named[image].read_text().splitlines()
-        declared = [Requirement(each) for each in lines if not each.startswith("#")]
-    assert "torch" not in locked
+    if image == "router":
+        declared = requirements(DOCKERFILE.parent / "router-requirements.txt")
+    if image == "vllm":
+        assert locked.keys() == {canonicalize_name(each.name) for each in requirements(VLLM)}
+        declared += requirements(VLLM)
+        locked = locked_by("node") | locked  # over which it is installed
     for each in declared:
         assert each.name == "torch" or each.specifier.contains(locked[canonicalize_name(each.name)]), each
     assert f"--require-hashes --no-deps --requirement /src/{image}.lock" in DOCKERFILE.read_text()
@@ -103,13 +113,14 @@ def test_every_target_runs_as_nobody_special_and_says_whether_it_is_healthy(targ
 
 
 @pytest.mark.parametrize(("target", "extras"), [("cpu", ""), ("cuda", "cuda"), ("vllm", "")])
-def test_the_cuda_image_contains_the_extra_of_gpus(target: str, extras: str) -> None:
+def test_the_images_of_gpus_and_of_vllm_contain_what_those_need(target: str, extras: str) -> None:
     """Extras that pyproject.toml has, in the environment that the target copies."""
     copied = [value for name, value in lineage(target) if name == "COPY" and "/opt/tandem " in value]
     assert len(copied) == 1, "each copy of an environment is another layer of gigabytes"
     stage = copied[0].split()[0].removeprefix("--from=")
     *_, default = [value for name, value in lineage(stage) if name == "ARG" and value.startswith("EXTRAS=")]
     assert default.removeprefix("EXTRAS=").strip('"') == extras
+    assert any("vllm.lock" in value for _, value in lineage(stage)) == (target == "vllm")
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(filter(None, extras.split(","))) <= known.keys()
 

@@ -167,6 +167,7 @@ def test_every_image_is_built_from_the_dockerfile_and_signed_by_its_digest(check
         assert target in targets
         given = dict(re.findall(r"--build-arg (\w+)=(\S+)", build))
         assert given.keys() <= arguments
+        assert ("TORCH_PIP_ARGS" in given) == (target in ("cpu", "vllm"))
         assert (given["PYTHON_DIGEST"], given["SOURCE_DATE_EPOCH"]) == ("sha256:base", EPOCH)
         assert "--attest type=sbom --attest type=provenance,mode=max" in build
         assert f"name={REGISTRY}/{name}:{given['VERSION']},push=true" in build
