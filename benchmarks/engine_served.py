@@ -69,16 +69,16 @@ class ServedPair:
                 return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
         raise RuntimeError(f"served: expected all answers to overlap, got none that do in {ATTEMPTS} attempts")
 
-    def times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float) -> list[list[float]]:
+    def times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float | None) -> list[list[float]]:
         """When the tokens of each answer arrived in that time. Each stream asks its questions in turn, again and
-        again."""
+        again; without `seconds` each question once."""
         return self._wait(self._times(streams, seconds))
 
-    async def _times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float) -> list[list[float]]:
+    async def _times(self, streams: Sequence[Sequence[LoadRequest]], seconds: float | None) -> list[list[float]]:
         answers: list[list[float]] = []
 
         async def ask_on(asks: Sequence[LoadRequest]) -> None:
-            for ask in cycle(asks):
+            for ask in asks if seconds is None else cycle(asks):
                 answers.append([])
                 await self._answer(self._http, ask, answers[-1])
 

@@ -167,7 +167,8 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def measure_batches(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
-    """Speed of `auto` over that without by batch, medians of turns; `mixed`: half of the requests copy."""
+    """Speed of `auto` over that without by batch, medians of turns; `mixed`: half of the requests copy. A batch of one:
+    all texts, one after the other."""
     tokenizer = Tokenizer.load(model_dir)
     copies = [Asked(prompt, 0.0, sizes.together) for prompt in COPIES]
     chats = [Asked(prompt, SAMPLED * (number % 2), sizes.together) for number, prompt in enumerate(CHATS)]
@@ -179,9 +180,9 @@ def measure_batches(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         )
         for name, asked in {"copy": copies, "mixed": mixed, "chat": chats}.items():
             for batch in sizes.batches if name != "mixed" else sizes.batches[1:]:
-                many = list(islice(cycle(asked), batch))
+                many = asked if batch == 1 else list(islice(cycle(asked), batch))
                 turns = [
-                    [answers(each, tokenizer, many, together=True)[0] for each in (plain, ours)]
+                    [answers(each, tokenizer, many, together=batch > 1)[0] for each in (plain, ours)]
                     for _ in range(sizes.turns)
                 ]
                 without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
@@ -320,8 +321,8 @@ def measure_goodput(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         ServedPair(model_dir, 1, {"speculation": "none"}) as plain,
         ServedPair(model_dir, 1, {"speculation": "auto"}) as ours,
     ):
-        first = [pair.times(streams, sizes.counted_s) for pair in (plain, ours)]  # prompts are cached from here on
-        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0] if times)
+        first = [pair.times(streams, None) for pair in (plain, ours)]  # prompts are cached from here on
+        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0])
 
         def goodput(pair: ServedPair) -> float:
             from_s = time.perf_counter() + sizes.counted_s / 3
