@@ -190,7 +190,12 @@ class ApiServer:
     def _finish_jobs(self) -> None:
         """Helm waits for the Jobs of hooks."""
         while not self._ended.wait(1.0):
-            for job in self.objects("jobs", "--all-namespaces"):
+            try:
+                jobs = self.objects("jobs", "--all-namespaces")
+            except (AssertionError, subprocess.TimeoutExpired) as error:  # the next turn may succeed
+                self.problems.append(str(error))
+                continue
+            for job in jobs:
                 if "completionTime" not in job.get("status", {}):
                     about = job["metadata"]
                     said = self.set_status("job", about["name"], about["namespace"], finished(job))

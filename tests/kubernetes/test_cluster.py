@@ -26,7 +26,7 @@ from tests.unit.deploy.test_crd import BROKEN, POOL, ROUTES, Change
 ASSETS, CRDS = os.environ.get("KUBEBUILDER_ASSETS"), os.environ.get("KUBERNETES_CRDS")
 MISSING = (
     "KUBEBUILDER_ASSETS is not set: expected the folder of etcd and kube-apiserver that "
-    "`setup-envtest use 1.34.x -p path` prints"
+    "`setup-envtest use 1.36.x -p path` prints"
 )
 pytestmark = [pytest.mark.system, pytest.mark.skipif(not ASSETS, reason=MISSING)]
 
