@@ -150,7 +150,7 @@ class TandemEngine(WithoutAdapters):
         if self._runner.samples_on_device:
             take_following(flight, found_only=True)
             early = choose_on_device(flight, (), self._vocab_size)  # runs right after the step
-        before = [*flight.following]
+        before = frozenset(flight.following) if flight.following else ()
         output = flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
         flight.seconds = time.perf_counter() - flight.began_s
         if self._ending:
