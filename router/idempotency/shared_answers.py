@@ -141,9 +141,8 @@ class SharedAnswers:
             return bool(await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms)))
 
         asking = asyncio.create_task(ask(), name="idempotency-claim")
-        asking.add_done_callback(
-            lambda asked: asked.cancelled() or asked.exception()
-        )  # else asyncio warns that nobody took it
+        # A request that ends meanwhile does not wait for it: asyncio would warn of its error.
+        asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return asking
 
     async def _may_run(self, asking: Asking, wait_s: float | None) -> bool:
