@@ -83,7 +83,7 @@ CHATS = tuple(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for
 SAMPLED = 0.7  # temperature
 
 
-HEADS, EXIT_LAYER, VOCABULARY = 4, 6, 4096
+HEADS, BRANCHES, EXIT_LAYER, VOCABULARY = 4, 4, 6, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,11 @@ def speculating(model_dir: Path, sizes: Sizes) -> dict[str, dict[str, Any]]:
         "draft": {"speculation": "draft", "speculation_weights": "int4"},
         "early_exit": {"speculation": "early_exit", "speculation_model": str(fitted(Kind.EARLY_EXIT, sizes))},
         "medusa": {"speculation": "medusa", "speculation_model": str(fitted(Kind.MEDUSA, sizes))},
+        "medusa_tree": {
+            "speculation": "medusa",
+            "speculation_model": str(fitted(Kind.MEDUSA, sizes)),
+            "speculation_branches": BRANCHES,
+        },
         "eagle3": {"speculation": "eagle3", "speculation_model": str(fitted(Kind.EAGLE3, sizes))},
     }
 
@@ -227,6 +232,7 @@ def draft_share(name: str, config: ModelConfig) -> float:
         "draft": 0.75 * config.layers * layer + head,  # groups of 32 with a scale and a minimum; an int8 head
         "early_exit": 4.0 * (EXIT_LAYER * layer + square + fitted_head),
         "medusa": 4.0 * (HEADS * square + fitted_head),
+        "medusa_tree": 4.0 * (HEADS * square + fitted_head),
         "eagle3": 4.0 * (layer + config.hidden_size * config.head_dim * heads + fitted_head),
     }[name]
     return bytes_read / (4.0 * (config.layers * layer + head))

@@ -26,6 +26,7 @@ from router.workers.load_account import Account
 from tandem.config.model import Role
 from tandem.errors import TandemError
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
+from tandem.speculation.proposers import Verified
 
 MAX_REPEATED_STEPS = 256  # they are costed with the context of the middle one
 
@@ -258,7 +259,8 @@ class SimWorker:
                 intervals.append(interval_s)
             sequence.last_token_s = now_s
         if proposed:
-            self.scheduler.accept(chunk, min(proposed, accepted + 1), accepted)
+            start, compared = chunk.start + chunk.count, min(proposed, accepted + 1)
+            self.scheduler.accept(chunk, Verified(start, proposed, compared, accepted, chunk.draft))
         if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
             self.scheduler.finish(sequence)
         if is_first:

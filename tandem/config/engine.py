@@ -126,6 +126,11 @@ class EngineSpec(Frozen):
     speculation_tokens: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Most tokens proposed for one request in a step."
     )
+    speculation_branches: Annotated[int, Field(ge=0, le=16)] = Field(
+        0,
+        description="With medusa, most branches of a tree: tokens less likely than the drafted ones, and those after "
+        "them, computed beside these where that pays.",
+    )
     max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Longest prompt plus output; unset: the model's context length."
     )
@@ -186,6 +191,16 @@ class EngineSpec(Frozen):
             raise ValueError(f"speculation_model: expected none with speculation {kind}, got {model}")
         if kind == "early_exit" and model is None and layers is None:
             raise ValueError("speculation_layers: expected a number of layers with speculation early_exit, got none")
+        tree = (1 + self.speculation_branches) * (1 + self.speculation_tokens)
+        if self.speculation_branches and kind != "medusa":
+            raise ValueError(
+                f"speculation_branches: expected 0 with speculation {kind}, got {self.speculation_branches}"
+            )
+        if self.speculation_branches and tree > self.max_step_tokens:
+            raise ValueError(
+                f"speculation_branches: expected a tree of at most max_step_tokens ({self.max_step_tokens}), got "
+                f"{tree} tokens: lower it, or speculation_tokens"
+            )
         if kind != "early_exit" and layers is not None:
             raise ValueError(f"speculation_layers: expected none with speculation {kind}, got {layers}")
         return self

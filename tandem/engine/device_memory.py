@@ -132,7 +132,8 @@ def largest_steps(spec: EngineSpec, max_model_tokens: int) -> Iterator[StepInput
     requests = min(spec.max_running_requests, spec.max_step_tokens)
     each = min(spec.max_step_tokens // requests, max_model_tokens)
     proposed = spec.speculation_tokens if spec.speculation != "none" else 0
-    yield StepInput([_chunk(spec, 0, each, min(each, 1 + proposed))] * requests, [])
+    samples = (1 + spec.speculation_branches) * (1 + proposed)
+    yield StepInput([_chunk(spec, 0, each, min(each, samples))] * requests, [])
 
 
 def _chunk(spec: EngineSpec, start: int, count: int, samples: int = 1) -> SequenceStep:

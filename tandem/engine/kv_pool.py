@@ -6,12 +6,15 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.config.engine import EngineSpec
+from tandem.engine.device.copies import to_device
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.fp8 import FP8
@@ -47,6 +50,13 @@ class KvPool:
             self.with_spare = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
             torch.cuda.synchronize(device)  # the transfer agent may write as soon as it attaches
         self.tensor: Tensor = self.with_spare[: layout.num_blocks]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the first block of each pair to the second. No block is in two pairs but as the first."""
+        if pairs:
+            sources, targets = to_device(np.array(pairs, dtype=np.int64).T, self.tensor.device)
+            raw = self.tensor.view(torch.uint8)  # not all operations are there for fp8
+            raw[targets] = raw[sources]
 
 
 def _sealed_memfd(size_bytes: int) -> int:

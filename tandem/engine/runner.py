@@ -17,13 +17,13 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.copies import to_device
 from tandem.engine.device.events import record_event
 from tandem.engine.device.sampler import DrawRows
-from tandem.engine.drafts.drafter import Computed, Drafted, Drafter
+from tandem.engine.drafts.drafter import Computed, Drafter
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.layer_reports import LayerReports
 from tandem.engine.output import Launched, best_of_any, launched
 from tandem.engine.prompt_logprobs import score
-from tandem.engine.step import SequenceStep, StepInput
+from tandem.engine.step import Drafted, SequenceStep, StepInput
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder, StoringAttend
 from tandem.native.library import Kernels
@@ -74,7 +74,7 @@ class ModelRunner:
         return self.graphs is not None and all(chosen) and self.graphs.takes(step)
 
     @torch.inference_mode()
-    def launch(self, step: StepInput, drafted: Callable[[Drafted], None] | None = None) -> Launched | None:
+    def launch(self, step: StepInput, drafted: Callable[[list[Drafted]], None] | None = None) -> Launched | None:
         """Runs a step; None if it has no sequences. Returns on the leader after every rank has done the step's
         copies. `drafted` is called with the tokens that the step drafted, if it drafts any."""
         if step.copies is not None:
@@ -132,8 +132,10 @@ class ModelRunner:
     def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> StoringAttend:
         return attention_of(self._kernels, self._paged, pool, self._model.attention, sequences)
 
-    def _drafted(self, sequences: list[SequenceStep], told: Callable[[Drafted], None] | None) -> list[SequenceStep]:
-        """The sequences with the tokens that they draft."""
+    def _drafted(
+        self, sequences: list[SequenceStep], told: Callable[[list[Drafted]], None] | None
+    ) -> list[SequenceStep]:
+        """The sequences with the tokens that they draft, and their branches."""
         if self.drafter is None or all(each.draft is None for each in sequences):
             return sequences
         began_s = time.perf_counter()
@@ -142,7 +144,9 @@ class ModelRunner:
         self.draft_seconds = time.perf_counter() - began_s
         if told is not None:
             told(drafted)
-        return [each.with_drafted(tokens) for each, tokens in zip(sequences, drafted, strict=True)]
+        branches = [branch for each in sequences if each.draft for branch in each.draft.branches]
+        self._pool.copy_blocks([each.copied for each in branches if each.copied])
+        return [step for each, found in zip(sequences, drafted, strict=True) for step in each.with_drafted(found)]
 
     def _layer_done(self, reported: frozenset[int], layer: int) -> None:
         if layer in reported:

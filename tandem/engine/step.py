@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.scheduler.plan import ExportRange
+from tandem.speculation.proposers import Branch
 
 
 class Penalties(msgspec.Struct, frozen=True, array_like=True):
@@ -43,12 +44,22 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None
 
 
+class BranchStep(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that are computed beside a request's chain, after its last token, which is computed for each again.
+    `branch`: its tokens. `blocks`: the request's, but for those that these are written to. `copied`: two blocks, of
+    which the first is copied to the second before."""
+
+    branch: Branch
+    blocks: list[int]
+    copied: tuple[int, int] | None
+
+
 class DraftStep(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks draft for a request before they compute its `token_ids` and what they drafted after those.
 
     `count` tokens, each drawn by one of `draws`; none: the likeliest ones. The draft model first computes `missing`,
     which are the request's tokens from position `begin` on. `sample`: of the last step, the one that chose the last of
-    `token_ids`.
+    `token_ids`. `beside`: how many more are drafted for each place, for `branches`.
     """
 
     count: int
@@ -56,6 +67,15 @@ class DraftStep(msgspec.Struct, frozen=True, array_like=True):
     missing: list[int]
     sample: int
     draws: list[Draw]
+    beside: int = 0
+    branches: list[BranchStep] = []
+
+
+class Drafted(NamedTuple):
+    """For one request, often none. `beside`: by place, the likeliest ones after that of `tokens`."""
+
+    tokens: tuple[int, ...] = ()
+    beside: tuple[tuple[int, ...], ...] = ()
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -80,8 +100,18 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     masked: bool = False
     draft: DraftStep | None = None
 
-    def with_drafted(self, tokens: Sequence[int]) -> SequenceStep:
-        return msgspec.structs.replace(self, token_ids=[*self.token_ids, *tokens], draft=None)
+    def with_drafted(self, drafted: Drafted) -> list[SequenceStep]:
+        """With the drafted tokens, followed by its branches."""
+        steps = [msgspec.structs.replace(self, token_ids=[*self.token_ids, *drafted.tokens], draft=None)]
+        start = self.start + len(self.token_ids) - 1
+        for each in self.draft.branches if self.draft else ():
+            tokens = [self.token_ids[-1], *each.branch.tokens(*drafted)]
+            steps.append(
+                SequenceStep(
+                    tokens, start, each.blocks, len(tokens), greedy=self.greedy, draws=self.draws[: len(tokens)]
+                )
+            )
+        return steps
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

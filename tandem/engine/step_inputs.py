@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.engine.step import DraftStep, Draw, Penalties, SequenceStep
+from tandem.engine.step import BranchStep, DraftStep, Draw, Penalties, SequenceStep
 from tandem.kvcache.layout import blocks_for
 from tandem.sampling.sampler import COLDEST, needs_only_argmax
 from tandem.scheduler.plan import Chunk
@@ -18,33 +18,44 @@ def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> S
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
     greedy = needs_only_argmax(sequence.sampling)
-    drawn = chunk.sampled_tokens if samples_on_device and not greedy else 0
+    samples = chunk.chain_samples
+    drawn = samples if samples_on_device and not greedy else 0
     first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
         token_ids=[*sequence.tokens[chunk.start : end], *chunk.proposed],
         start=chunk.start,
         blocks=sequence.blocks[: blocks_for(reach, block_tokens)],
-        samples=chunk.sampled_tokens,
+        samples=samples,
         scored=scored,
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
         greedy=greedy,
         draws=[next_draw(sequence, ahead) for ahead in range(drawn)],
         masked=drawn > 0 and sequence.grammar is not None,
-        draft=None if chunk.draft is None else _draft_step(sequence, chunk.draft),
+        draft=None if chunk.draft is None else _draft_step(sequence, chunk.draft, block_tokens),
     )
 
 
-def _draft_step(sequence: Sequence, draft: Draft) -> DraftStep:
+def _draft_step(sequence: Sequence, draft: Draft, block_tokens: int) -> DraftStep:
     """Tokens are drafted with the noise of their positions, so that they agree with those chosen if the logits do."""
     is_cold = sequence.sampling.temperature < COLDEST
+    first, written = divmod(len(sequence.tokens) - 1, block_tokens)
     return DraftStep(
         count=draft.count,
         begin=draft.begin,
         missing=sequence.tokens[draft.begin : draft.end],
         sample=draft.sample,
         draws=[] if is_cold else [next_draw(sequence, ahead, penalised=False) for ahead in range(draft.count)],
+        beside=draft.beside,
+        branches=[
+            BranchStep(
+                each,
+                [*sequence.blocks[:first], *each.blocks],
+                (sequence.blocks[first], each.blocks[0]) if written else None,
+            )
+            for each in draft.branches
+        ],
     )
 
 

@@ -10,7 +10,7 @@ from tandem.errors import TandemError
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.proposers import Draft
+from tandem.speculation.proposers import Branch, Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ExportRange:
 class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
     """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token, and then after
     each of the `proposed` tokens, which follow that one. With a `draft` these are known once the ranks have drafted
-    them."""
+    them, and `beside`, for its branches, as in `Branch.tokens`."""
 
     sequence: Sequence
     start: int
@@ -40,22 +40,43 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per to
     samples: bool
     proposed: tuple[int, ...] = ()
     draft: Draft | None = None
+    beside: tuple[tuple[int, ...], ...] = ()
 
     @property
     def proposes(self) -> int:
-        """How many tokens follow the last one."""
+        """How many tokens follow the last one, without branches."""
         return len(self.proposed) if self.draft is None else self.draft.count
 
     @property
-    def computed_tokens(self) -> int:
-        return self.count + self.proposes
+    def branches(self) -> tuple[Branch, ...]:
+        return () if self.draft is None else self.draft.branches
+
+    @property
+    def proposed_tokens(self) -> int:
+        """With those of branches that are their own."""
+        return self.proposes + sum(each.count - each.shared for each in self.branches)
+
+    @property
+    def chain_samples(self) -> int:
+        """Without branches."""
+        return 1 + self.proposes if self.samples else 0
 
     @property
     def sampled_tokens(self) -> int:
-        return 1 + self.proposes if self.samples else 0
+        """Those of branches follow the others: one after the request's last token, and one after each of theirs."""
+        return self.chain_samples + sum(1 + each.count for each in self.branches)
 
-    def with_proposal(self, proposed: tuple[int, ...] = (), draft: Draft | None = None) -> Chunk:
-        return Chunk(self.sequence, self.start, self.count, self.samples, proposed, draft)
+    @property
+    def computed_tokens(self) -> int:
+        return self.count + self.proposes + sum(1 + each.count for each in self.branches)
+
+    def with_proposal(
+        self,
+        proposed: tuple[int, ...] = (),
+        draft: Draft | None = None,
+        beside: tuple[tuple[int, ...], ...] = (),
+    ) -> Chunk:
+        return Chunk(self.sequence, self.start, self.count, self.samples, proposed, draft, beside)
 
     @classmethod
     def next_of(cls, sequence: Sequence, count: int) -> Chunk:

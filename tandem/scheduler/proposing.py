@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +12,7 @@ from tandem.kvcache.block_pool import BlockHold, BlockPool
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.proposers import Candidate, Proposal
+from tandem.speculation.proposers import Branch, Candidate, Draft, Proposal
 from tandem.speculation.speculator import Speculator, Step
 
 log = logging.getLogger(__name__)
@@ -49,13 +50,20 @@ class ProposalRoom:
         sequence = chunk.sequence
         assert sequence.speculation is not None
         last = min(sequence.prompt_tokens + sequence.sampling.max_tokens, self.max_model_tokens) - 1
-        return Candidate(sequence.speculation, sequence.tokens, last - len(sequence.tokens), chunk.count)
+        return Candidate(
+            sequence.speculation,
+            sequence.tokens,
+            last - len(sequence.tokens),
+            chunk.count,
+            may_branch=sequence.grammar is None,  # which is prepared for one chain
+        )
 
     def with_proposal(self, chunk: Chunk, proposal: Proposal) -> Chunk:
         """Allocates blocks for proposed tokens, and proposes those that fit."""
         if (draft := proposal.draft) is not None:
-            draft = msgspec.structs.replace(draft, count=self._fitting(chunk.sequence, draft.count))
-            return chunk.with_proposal(draft=draft)
+            count = self._fitting(chunk.sequence, draft.count)
+            branches = tuple(self._branches(chunk.sequence, draft, count))
+            return chunk.with_proposal(draft=msgspec.structs.replace(draft, count=count, branches=branches))
         proposed = proposal.tokens
         return chunk.with_proposal(proposed[: self._fitting(chunk.sequence, len(proposed))]) if proposed else chunk
 
@@ -65,3 +73,14 @@ class ProposalRoom:
         if fresh > 0:
             sequence.blocks += self.pool.acquire([], fresh, BlockHold.USE)
         return min(count, len(sequence.blocks) * self.block_tokens - len(sequence.tokens))
+
+    def _branches(self, sequence: Sequence, draft: Draft, most: int) -> Iterator[Branch]:
+        """Those that fit, cut to `most` tokens."""
+        length = len(sequence.tokens)
+        for each in draft.branches:
+            count = min(each.count, most)
+            needed = blocks_for(length + count, self.block_tokens) - (length - 1) // self.block_tokens
+            if each.shared < count and needed <= self.pool.available() - self.running:
+                blocks = self.pool.acquire([], needed, BlockHold.USE)
+                sequence.branch_blocks += blocks
+                yield Branch(each.shared, each.rank, count, tuple(blocks))

@@ -23,7 +23,7 @@ from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, co
 from tandem.scheduler.prompt_limit import PromptLimit
 from tandem.scheduler.proposing import ProposalRoom, with_proposals
 from tandem.scheduler.sequence import Sequence, SequenceStage
-from tandem.speculation.proposers import Verified
+from tandem.speculation.proposers import Branch, Verified
 from tandem.speculation.speculator import Speculator
 
 
@@ -232,7 +232,7 @@ class Scheduler:
         elif sequence.stage is SequenceStage.RUNNING:
             self._running.remove(sequence)
         self.pool.release(sequence.held_blocks, sequence.hold)
-        sequence.blocks, sequence.passed_blocks = [], 0
+        sequence.drop_blocks()
         self._exports = [each for each in self._exports if each.request_id != sequence.request_id]
         del self._sequences[sequence.request_id]
         self._stalled = False
@@ -275,6 +275,8 @@ class Scheduler:
         self._steps += 1
         self._short_of_blocks = False
         chunks: list[Chunk] = []
+        for sequence in self._running:
+            self._release_branches(sequence)  # of a step whose output was not used
         running = [sequence for sequence in self._running if not sequence.is_awaiting_mask] or self._running
         is_limited = self.prompt_limit is not None and any(each.is_answering for each in self._running)
         budget = whole = self._budget(running, is_limited=is_limited)
@@ -350,28 +352,28 @@ class Scheduler:
                 failed[chunk.sequence] = RequestFailed.by(error)
         return failed
 
-    def accept(self, chunk: Chunk, compared: int, accepted: int, run: tuple[int, ...] = ()) -> None:
-        """Records that of an executed chunk's proposed tokens the first `compared` were compared with those chosen, and
-        the first `accepted` are the answer's, to which they were appended. The KV of the others will be overwritten.
-        `run`: as in `Verified`."""
+    def accept(self, chunk: Chunk, verified: Verified, branch: Branch | None = None) -> None:
+        """Records that of an executed chunk's proposed tokens those that `verified` counts are the answer's, to which
+        they were appended, the last ones those of `branch`. The KV of the others will be overwritten."""
         sequence = chunk.sequence
         if self.speculator is not None and sequence.speculation is not None:
-            verified = Verified(
-                start=chunk.start + chunk.count,
-                proposed=chunk.proposes,
-                compared=compared,
-                accepted=accepted,
-                draft=chunk.draft,
-                run=run,
-            )
             self.speculator.learn(sequence.speculation, verified)
+        if branch is not None:
+            sequence.take_branch(branch, verified.start - 1)
+        self._release_branches(sequence)
         # The last token is computed in the next step, for its logits.
+        accepted = verified.accepted + verified.of_branch
         sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
         self._commit(sequence)
         self._release_passed(sequence)
         needed = blocks_for(len(sequence.tokens), self.block_tokens)
         self.pool.release(sequence.blocks[needed:], sequence.hold)
         del sequence.blocks[needed:]
+
+    def _release_branches(self, sequence: Sequence) -> None:
+        if sequence.branch_blocks:
+            self.pool.release(sequence.branch_blocks, sequence.hold)
+            sequence.branch_blocks = []
 
     def _proposal_room(self, step_tokens: int) -> ProposalRoom:
         return ProposalRoom(
@@ -491,7 +493,8 @@ class Scheduler:
         self._short_of_blocks = True
         self._running.remove(sequence)
         self.pool.release(sequence.held_blocks, sequence.hold)
-        sequence.blocks, sequence.passed_blocks, sequence.computed, sequence.committed = [], 0, 0, 0
+        sequence.drop_blocks()
+        sequence.computed = sequence.committed = 0
         if sequence.speculation is not None:
             sequence.speculation.moved()
         sequence.stage = SequenceStage.WAITING

@@ -9,7 +9,7 @@ from tandem.grammar.masks import GrammarRun
 from tandem.kvcache.block_pool import BlockHold
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
-from tandem.speculation.proposers import Speculation
+from tandem.speculation.proposers import Branch, Speculation
 from tandem.token_history import TokenHistory
 
 
@@ -50,6 +50,7 @@ class Sequence:
     hold: BlockHold = BlockHold.USE
     blocks: list[int] = field(default_factory=list)
     passed_blocks: int = 0  # released leading blocks, behind every layer's window; their numbers are invalid
+    branch_blocks: list[int] = field(default_factory=list)  # of the step under way
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
@@ -82,7 +83,18 @@ class Sequence:
     @property
     def held_blocks(self) -> list[int]:
         """Blocks it has not released."""
-        return self.blocks[self.passed_blocks :]
+        return [*self.blocks[self.passed_blocks :], *self.branch_blocks]
+
+    def drop_blocks(self) -> None:
+        """After they were released."""
+        self.blocks, self.passed_blocks, self.branch_blocks = [], 0, []
+
+    def take_branch(self, branch: Branch, start: int) -> None:
+        """Its tokens follow the one at `start`. A block that is findable by now ends there, and holds the same."""
+        for place, block in enumerate(branch.blocks, start // self.block_tokens):
+            if place >= self.committed:
+                self.branch_blocks[self.branch_blocks.index(block)] = self.blocks[place]
+                self.blocks[place] = block
 
     @property
     def is_exporting(self) -> bool:

@@ -38,12 +38,30 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that may take `most` proposed tokens after `tokens`, of which the step computes the last `pending`."""
+    """A request that may take `most` proposed tokens after `tokens`, of which the step computes the last `pending`.
+    `may_branch`: and other ones beside them."""
 
     state: Speculation
     tokens: list[int]
     most: int
     pending: int = 1
+    may_branch: bool = True
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """Tokens beside those drafted, which are the likeliest ones: the first `shared` of them, then the `rank`-th after
+    the likeliest, then theirs again, `count` in all. `blocks`: for the KV of these and of the token before them, from
+    the block of that token on."""
+
+    shared: int
+    rank: int
+    count: int
+    blocks: tuple[int, ...] = ()
+
+    def tokens(self, drafted: Sequence[int], beside: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """`beside`: by place, the tokens after the likeliest."""
+        at = self.shared
+        return (*drafted[:at], beside[at][self.rank - 1], *drafted[at + 1 : self.count])
 
 
 class Draft(msgspec.Struct, frozen=True):  # created for each request and step
@@ -54,12 +72,16 @@ class Draft(msgspec.Struct, frozen=True):  # created for each request and step
         begin, end: the draft model first computes its tokens from `begin` to `end`; all the step's but its pending
             ones, unless none is drafted.
         sample: of the last step, the one that chose its last token.
+        beside: how many tokens after the likeliest are drafted too for each place.
+        branches: of these, computed in the step.
     """
 
     count: int
     begin: int = 0
     end: int = 0
     sample: int = -1
+    beside: int = 0
+    branches: tuple[Branch, ...] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -86,7 +108,10 @@ class Prospect(msgspec.Struct, frozen=True):
 class Verified:
     """Of `proposed` tokens after the first `start` of a request, `compared` ones were compared with what the model
     chose: up to the first wrong one, or to where the answer ended or its grammar took over. `run`: the answer's last
-    token and what the model chose after it and the wrong ones that follow; empty if that is not known."""
+    token and what the model chose after it and the wrong ones that follow; empty if that is not known.
+
+    `proposed` counts those of branches too. `compared` and `accepted` do not: `of_branch` ones more were accepted, from
+    the first wrong one on. `rank`: of what the model chose there among the tokens drafted beside; 0: none of them."""
 
     start: int
     proposed: int
@@ -94,6 +119,8 @@ class Verified:
     accepted: int
     draft: Draft | None = None
     run: tuple[int, ...] = ()
+    rank: int = 0
+    of_branch: int = 0
 
 
 class Proposer(Protocol):

@@ -7,14 +7,18 @@ token is accepted exactly if it is the one that the model chose, so an answer is
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tandem.speculation.acceptance import Acceptance
+import msgspec
+
+from tandem.speculation.acceptance import Acceptance, Rate
 from tandem.speculation.proposers import (
     NOTHING,
+    Branch,
     Candidate,
+    Draft,
     Drafting,
     Proposal,
     Proposer,
@@ -29,6 +33,7 @@ _LEAST_GAIN = 1.05  # of a step with drafts over one without
 _TRY_EVERY = 64  # of looks in which nothing pays, one tries a token: costs and texts change
 _RESTS_AFTER = 16  # steps in a row without proposals
 _LOOKS_EVERY = 16  # steps while it rests
+_KEPT_BESIDE = 0.995  # of the counts of a rank, at each wrong token
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,36 @@ class Step:
     room: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """What a branch gives on average, of request `number` of the step."""
+
+    number: int
+    branch: Branch
+    gain: float  # tokens
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.branch.count
+
+
 class Speculator:
     """`most`: tokens proposed for one request in a step. `rests`: while nothing is proposed, it looks for proposals in
     few steps only, so that the others may be launched before the tokens of the step before are known. `adaptive`
-    False: proposes as many as it can, whether they pay or not."""
+    False: proposes as many as it can, whether they pay or not. `branches`: at most so many beside the drafted tokens of
+    a request."""
 
-    def __init__(self, most: int, proposer: Proposer | Drafting, *, rests: bool = False, adaptive: bool = True) -> None:
+    def __init__(
+        self,
+        most: int,
+        proposer: Proposer | Drafting,
+        *,
+        rests: bool = False,
+        adaptive: bool = True,
+        branches: int = 0,
+    ) -> None:
         self.most = most
+        self._most_branches = branches
         self._adaptive = adaptive
         self._may_rest = rests
         self._steps_without = 0
@@ -58,6 +86,7 @@ class Speculator:
         self.proposed = self.accepted = self.refused = 0  # tokens; refused: that were compared and wrong
         self.step = 0  # that the ranks computed
         self._acceptance = Acceptance()
+        self._beside = [Rate() for _ in range(branches)]  # by rank: how often it is right where the likeliest is wrong
         self._in_vain = 0  # looks in which something was found and nothing paid
         self._is_trying = False
 
@@ -88,6 +117,8 @@ class Speculator:
         if self.drafting is not None:
             drafts = self.drafting.drafts(candidates, counts)
             self._is_trying = self._is_trying and not any(each is not None and each.count for each in drafts)
+            if self._most_branches:
+                drafts = self._with_branches(candidates, drafts, step)
             return [NOTHING if each is None else Proposal(draft=each) for each in drafts]
         self._is_trying = self._is_trying and not any(counts)
         pairs = zip(prospects, counts, strict=True)
@@ -159,6 +190,43 @@ class Speculator:
                 best, best_rate = [*counts], answered / seconds
         return best
 
+    def _with_branches(
+        self, candidates: Sequence[Candidate], drafts: list[Draft | None], step: Step
+    ) -> list[Draft | None]:
+        """The drafts with branches, the ones that give most for what they cost first, as long as they pay."""
+        drafted = sum(each.count for each in drafts if each is not None)
+        counted = Step(step.tokens + drafted, step.answered, step.room - drafted)
+        found = [list[Branch]() for _ in drafts]
+        for worth in sorted(self._worths(candidates, drafts, counted), key=lambda each: -each.gain / each.rows):
+            if worth.rows <= counted.room and len(found[worth.number]) < self._most_branches:
+                found[worth.number].append(worth.branch)
+                counted = Step(counted.tokens + worth.rows, counted.answered, counted.room - worth.rows)
+        return [
+            each and msgspec.structs.replace(each, beside=self._most_branches, branches=tuple(branches))
+            for each, branches in zip(drafts, found, strict=True)
+        ]
+
+    def _worths(self, candidates: Sequence[Candidate], drafts: Sequence[Draft | None], step: Step) -> Iterator[_Worth]:
+        """Of the branches that pay by themselves."""
+        fixed_s, token_s = self.costs.line()
+        least = 0.0  # tokens that a row has to give
+        if self._adaptive:
+            least = _MARGIN * token_s * step.answered / (fixed_s + token_s * step.tokens)
+        ranks = [rate.value(prior=0.1, weight=4.0) for rate in self._beside]
+        for number, (candidate, draft) in enumerate(zip(candidates, drafts, strict=True)):
+            if draft is None or not candidate.may_branch:
+                continue
+            chance = self._acceptance.of(candidate.state.rate, candidate.state.kind)
+            for shared in range(draft.count):
+                for rank, right in enumerate(ranks, 1):
+                    gain = each = chance**shared * (1 - chance) * right
+                    count = shared + 1
+                    while count < draft.count and each * chance > least:
+                        each *= chance
+                        gain, count = gain + each, count + 1
+                    if gain > least * (1 + count):
+                        yield _Worth(number, Branch(shared, rank, count), gain)
+
     def _pass_line(self, fixed_s: float, token_s: float) -> tuple[float, float]:
         """Before the first pass it is taken to cost a fifth of a step."""
         return self.pass_costs.line() if self.pass_costs.is_known else (fixed_s / 5, token_s / 5)
@@ -167,6 +235,9 @@ class Speculator:
         self.proposer.learn(state, verified)
         if verified.proposed:
             self.proposed += verified.proposed
-            self.accepted += verified.accepted
+            self.accepted += verified.accepted + verified.of_branch
             self.refused += verified.compared - verified.accepted
             self._acceptance.learn(state.rate, state.kind, verified.compared, verified.accepted)
+            if verified.accepted < verified.compared:
+                for rank, rate in enumerate(self._beside, 1):
+                    rate.learn(1, int(rank == verified.rank), _KEPT_BESIDE)

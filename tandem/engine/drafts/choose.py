@@ -60,6 +60,7 @@ class Drafts:
             self.proposer,
             rests=spec.speculation == "auto",
             adaptive=spec.speculation_adaptive,
+            branches=spec.speculation_branches,
         )
 
 

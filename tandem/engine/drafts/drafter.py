@@ -16,12 +16,11 @@ from torch import Tensor
 
 from tandem.engine.device.copies import to_device
 from tandem.engine.output import best_of_any
-from tandem.engine.step import DraftStep, Draw, SequenceStep
+from tandem.engine.step import Drafted, DraftStep, Draw, SequenceStep
 from tandem.model.decoder import Attend, Decoder, StoringAttend
 from tandem.sampling.philox import gumbel, words_of
 
-LIKELIEST = 64  # tokens among which one is drawn
-Drafted = list[tuple[int, ...]]  # by sequence, many empty
+_LIKELIEST = 64  # tokens among which one is drawn
 AttendOf = Callable[[list[SequenceStep]], Attend]
 
 
@@ -45,7 +44,7 @@ class Drafter(Protocol):
     rows: int  # of hidden states or tokens that these computed
     after_layer: Callable[[], None] | None  # called during a draft, so that a long one shows that it computes
 
-    def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
+    def draft(self, sequences: Sequence[SequenceStep]) -> list[Drafted]:
         """As many tokens as `sequence.draft` says for each of `sequences`."""
         ...
 
@@ -84,7 +83,7 @@ class Chain:
         self.passes = self.rows = 0
         self.after_layer: Callable[[], None] | None = None
 
-    def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
+    def draft(self, sequences: Sequence[SequenceStep]) -> list[Drafted]:
         self.passes = self.rows = 0
         drafted: list[list[int]] = [[] for _ in sequences]
         inputs = {place: first for place, each in enumerate(sequences) if (first := _first(each)) is not None}
@@ -93,14 +92,14 @@ class Chain:
             places = [place for place, each in inputs.items() if each.samples]
             draws = [draw_of(sequences[place].draft, len(drafted[place])) for place in places]
             following: dict[int, SequenceStep] = {}
-            for place, token in zip(places, chosen(logits, draws), strict=True):
+            for place, (token,) in zip(places, likeliest(logits, draws), strict=True):
                 drafted[place].append(token)
                 sequence = sequences[place]
                 if sequence.draft is not None and len(drafted[place]) < sequence.draft.count:
                     position = sequence.start + len(sequence.token_ids) + len(drafted[place]) - 1
                     following[place] = SequenceStep([token], position, sequence.blocks, samples=1)
             inputs = following
-        return [tuple(each) for each in drafted]
+        return [Drafted(tuple(each)) for each in drafted]
 
     def _logits(self, inputs: Mapping[int, SequenceStep]) -> Tensor:
         """[sampling sequences, vocab_size]. `inputs`: of sequences, by their places in the step."""
@@ -140,20 +139,22 @@ def draw_of(draft: DraftStep | None, number: int) -> Draw | None:
     return draft.draws[number] if draft is not None and draft.draws else None
 
 
-def chosen(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
-    """A token for each row of `logits` [rows, vocab_size]: the likeliest, or the one that its noise draws among the
-    likeliest."""
-    if not any(draws):
-        return [max(0, int(token)) for token in best_of_any(logits, None).tolist()]  # any token, if none is finite
-    top = logits.topk(min(LIKELIEST, logits.shape[1]), dim=1)
+def likeliest(logits: Tensor, draws: Sequence[Draw | None], count: int = 1) -> list[tuple[int, ...]]:
+    """`count` tokens for each row of `logits` [rows, vocab_size], best first: by logits, or by these and the noise of
+    its draw."""
+    if count == 1 and not any(draws):
+        return [(max(0, int(token)),) for token in best_of_any(logits, None).tolist()]  # any token, if none is finite
+    top = logits.topk(min(_LIKELIEST, logits.shape[1]), dim=1)
     values, ids = top.values.double().cpu().numpy(), top.indices.cpu().numpy()
+    orders = (
+        None if draw is None else _order(row, each, draw) for row, each, draw in zip(values, ids, draws, strict=True)
+    )
     return [
-        int(row_ids[0]) if draw is None else _drawn(row, row_ids, draw)
-        for row, row_ids, draw in zip(values, ids, draws, strict=True)
+        tuple((row if order is None else row[order])[:count].tolist()) for row, order in zip(ids, orders, strict=True)
     ]
 
 
-def _drawn(values: NDArray[np.float64], ids: NDArray[np.int64], draw: Draw) -> int:
+def _order(values: NDArray[np.float64], ids: NDArray[np.int64], draw: Draw) -> NDArray[np.int64]:
     """`values` [tokens], largest first. As tandem/sampling/sampler.py, on the likeliest tokens alone."""
     scaled = (values - values[0]) / draw.temperature
     likely = np.exp(scaled)
@@ -163,4 +164,4 @@ def _drawn(values: NDArray[np.float64], ids: NDArray[np.int64], draw: Draw) -> i
     if draw.top_p < 1.0:
         kept[1:] &= np.cumsum(likely)[:-1] < draw.top_p * likely.sum()
     noisy = np.where(kept, scaled + gumbel(words_of(draw.seed, draw.position, ids)), -np.inf)
-    return int(ids[int(noisy.argmax())])
+    return np.argsort(-noisy, kind="stable")

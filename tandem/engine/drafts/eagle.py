@@ -21,9 +21,9 @@ from torch import Tensor
 from tandem.checkpoint.json_fields import JsonFields
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.engine.device.copies import to_device
-from tandem.engine.drafts.drafter import AttendOf, Chain, Computed, Drafted
+from tandem.engine.drafts.drafter import AttendOf, Chain, Computed
 from tandem.engine.drafts.parts import Projection
-from tandem.engine.step import SequenceStep
+from tandem.engine.step import Drafted, SequenceStep
 from tandem.errors import CheckpointError
 from tandem.model.checkpoint import SINGLE_FILE, Checkpoint
 from tandem.model.decoder import Attention, Decoder
@@ -197,7 +197,7 @@ class Eagle(Chain):
         }
         return dict(zip(rows, self._eagle.fuse(self._kept[self._at(rows.values())]), strict=True)) if rows else {}
 
-    def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
+    def draft(self, sequences: Sequence[SequenceStep]) -> list[Drafted]:
         drafting = {number: each for number, each in enumerate(sequences) if each.draft and each.draft.count}
         unknown = self._kept.new_zeros(self._model.config.hidden_size)
         self._states = dict.fromkeys(drafting, unknown) | self._before(drafting)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.drafts.drafter import Computed, Drafted, chosen, draw_of
+from tandem.engine.drafts.drafter import Computed, draw_of, likeliest
 from tandem.engine.drafts.parts import Parts, Projection
-from tandem.engine.step import SequenceStep
+from tandem.engine.step import Drafted, SequenceStep
 from tandem.model.decoder import Decoder
 
 FILE: Final = "medusa_lm_head.safetensors"
@@ -76,10 +76,10 @@ class Medusa:
     def keep(self, step: Computed) -> None:
         self._hidden = step.hidden
 
-    def draft(self, sequences: Sequence[SequenceStep]) -> Drafted:
+    def draft(self, sequences: Sequence[SequenceStep]) -> list[Drafted]:
         drafts = {place: each.draft for place, each in enumerate(sequences) if each.draft and each.draft.count}
         self.passes, self.rows = int(bool(drafts)), sum(draft.count for draft in drafts.values())
-        drafted: list[list[int]] = [[] for _ in sequences]
+        drafted: list[list[tuple[int, ...]]] = [[] for _ in sequences]
         if self._hidden is not None and drafts:
             normed = self._model.normed(self._hidden[[draft.sample for draft in drafts.values()]])
             wanted = [
@@ -89,10 +89,11 @@ class Medusa:
                 if draft.count > number
             ]
             draws = [draw_of(drafts[place], number) for number, _, place in wanted]
-            tokens = chosen(self._logits(normed, [(number, row) for number, row, _ in wanted]), draws)
-            for (_, _, place), token in zip(wanted, tokens, strict=True):
-                drafted[place].append(token)
-        return [tuple(each) for each in drafted]
+            logits = self._logits(normed, [(number, row) for number, row, _ in wanted])
+            found = likeliest(logits, draws, 1 + max(draft.beside for draft in drafts.values()))
+            for (_, _, place), tokens in zip(wanted, found, strict=True):
+                drafted[place].append(tokens)
+        return [Drafted(tuple(each[0] for each in places), tuple(each[1:] for each in places)) for places in drafted]
 
     def _logits(self, normed: Tensor, wanted: Sequence[tuple[int, int]]) -> Tensor:
         """[wanted, vocab_size], of pairs of head and row, by head. Heads that share a projection take one product."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -15,6 +16,16 @@ from tandem.sampling.sampler import Choice, choose, scored_choice
 from tandem.scheduler.plan import Chunk
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
+from tandem.speculation.proposers import Branch, Verified
+
+
+class _Path(NamedTuple):
+    """Proposed tokens. `sample` of the step's output chooses what comes before them; those after it what comes after
+    each. `branch`: None for the chain."""
+
+    tokens: tuple[int, ...]
+    sample: int
+    branch: Branch | None = None
 
 
 class TokenChooser:
@@ -35,53 +46,69 @@ class TokenChooser:
     ) -> int:
         """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
         those that its grammar forces. Returns how many proposed ones were right."""
-        sequence, compared, accepted, choices = chunk.sequence, 0, 0, 0
-        before, first = len(sequence.tokens), len(tokens)
+        sequence, compared, accepted, of_branch, rank, choices = chunk.sequence, 0, 0, 0, 0, 0
+        before, first, path = len(sequence.tokens), len(tokens), _Path(chunk.proposed, sample)
         try:
-            for proposed in (*chunk.proposed, None):
-                choice = self._chosen(sequence, output, sample + accepted, following)
+            while True:
+                proposed = path.tokens[choices] if choices < len(path.tokens) else None
+                last = path.sample + choices
+                choice = self._chosen(sequence, output, last, following)
                 tokens.append(self._appended(sequence, choice))
                 choices += 1
-                reason = self._reason(sequence, choice.token_id)
-                compared += proposed is not None
-                accepted += choice.token_id == proposed
+                reason, is_right = self._reason(sequence, choice.token_id), choice.token_id == proposed
+                if path.branch is None:
+                    compared += proposed is not None
+                    accepted += is_right
+                    if chunk.beside and proposed is not None and not is_right:
+                        rank = _rank(chunk, accepted, choice.token_id)
+                        path = _branch(chunk, accepted, rank, sample) or path
+                        is_right = path.branch is not None
+                if path.branch is not None:
+                    of_branch += is_right
                 if following is not None and reason is None:
                     reason, following = self._follow(sequence, following, choice.token_id, tokens)
-                if reason is not None or choice.token_id != proposed or (sequence.grammar and following is None):
+                if reason is not None or not is_right or (sequence.grammar and following is None):
                     break
         except Exception as error:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
-            return accepted
+            return accepted + of_branch
         if (
             sequence.speculation is not None
             and self._scheduler.speculator is not None
             and len(sequence.tokens) == before + choices
         ):
-            sequence.speculation.sample, sequence.speculation.step = (
-                sample + choices - 1,
-                self._scheduler.speculator.step,
-            )
-        beyond = [token or 0 for token in output.tokens[sample + choices : sample + chunk.sampled_tokens]]
-        run = (sequence.tokens[-1], *beyond)
+            sequence.speculation.sample, sequence.speculation.step = last, self._scheduler.speculator.step
         if chunk.proposed:
             from_prediction = sequence.speculation is not None and sequence.speculation.from_prediction
-            proposals = Proposals(len(chunk.proposed), accepted, from_prediction)
+            proposals = Proposals(chunk.proposed_tokens, accepted + of_branch, from_prediction)
             tokens[first] = structs.replace(tokens[first], proposals=proposals)
-        if (chunk.draft or chunk.proposed) and (failure := self._accept(chunk, compared, accepted, run)) is not None:
-            self._end(sequence)
-            ended.append(RequestEnd(sequence.request_id, error=failure))
-            return accepted
+        if chunk.draft or chunk.proposed:
+            beyond = [token or 0 for token in output.tokens[sample + choices : sample + chunk.chain_samples]]
+            verified = Verified(
+                start=chunk.start + chunk.count,
+                proposed=chunk.proposed_tokens,
+                compared=compared,
+                accepted=accepted,
+                draft=chunk.draft,
+                run=(sequence.tokens[-1], *beyond),
+                rank=rank,
+                of_branch=of_branch,
+            )
+            if (failure := self._accept(chunk, verified, path.branch)) is not None:
+                self._end(sequence)
+                ended.append(RequestEnd(sequence.request_id, error=failure))
+                return accepted + of_branch
         if reason is not None or sequence.is_exporting:
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
-        return accepted
+        return accepted + of_branch
 
-    def _accept(self, chunk: Chunk, compared: int, accepted: int, run: tuple[int, ...]) -> TandemError | None:
+    def _accept(self, chunk: Chunk, verified: Verified, branch: Branch | None) -> TandemError | None:
         """Returns the error of a request whose tokens cannot be recorded."""
         try:
-            self._scheduler.accept(chunk, compared, accepted, run)
+            self._scheduler.accept(chunk, verified, branch)
         except TandemError:
             raise
         except Exception as error:
@@ -138,3 +165,19 @@ class TokenChooser:
         if token_id in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.ends_at(len(sequence.tokens), self._scheduler.max_model_tokens) else None
+
+
+def _rank(chunk: Chunk, place: int, token: int) -> int:
+    """Of `token` among those drafted beside the chain's at `place`, from 1; 0: it is none of them."""
+    beside = chunk.beside[place]
+    return beside.index(token) + 1 if token in beside else 0
+
+
+def _branch(chunk: Chunk, shared: int, rank: int, sample: int) -> _Path | None:
+    """The one with the chain's first `shared` tokens and then the one of this rank. `sample`: the chain's first."""
+    sample += chunk.chain_samples
+    for each in chunk.branches:
+        if (each.shared, each.rank) == (shared, rank):
+            return _Path(each.tokens(chunk.proposed, chunk.beside), sample, each)
+        sample += 1 + each.count
+    return None

@@ -60,7 +60,7 @@ def work_of(plan: StepPlan, accepted: Mapping[Sequence, int]) -> StepWork:
             chunk.computed_tokens,
             decodes=decodes,
             samples=chunk.sampled_tokens,
-            proposed=len(chunk.proposed),
+            proposed=chunk.proposed_tokens,
             accepted=accepted.get(chunk.sequence, 0),
         )
     return work

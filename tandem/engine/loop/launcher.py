@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from tandem.engine.drafts.drafter import Drafted
 from tandem.engine.loop.flight import Flight
 from tandem.engine.loop.following import prepare_masks
 from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, lost_for_memory, return_unused
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
-from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
+from tandem.engine.step import HEARTBEAT, STOP, Drafted, SequenceStep, StepInput
 from tandem.engine.step_inputs import sequence_step
 from tandem.errors import RequestFailed, TandemError, UnavailableError, WorkerLost
 from tandem.scheduler.plan import StepPlan
@@ -102,7 +101,7 @@ class Launcher:
             chunk.sequence.tokens.append(_UNKNOWN)
         return None if flight.failed else self._launched_ahead(flight, scheduler.schedule())
 
-    def launch_on_all(self, step: StepInput, drafted: Callable[[Drafted], None] | None = None) -> Launched | None:
+    def launch_on_all(self, step: StepInput, drafted: Callable[[list[Drafted]], None] | None = None) -> Launched | None:
         """Launches a step here and on the other ranks. It may end later."""
         if self._scheduler.speculator is not None and step.sequences:
             self._scheduler.speculator.step += 1
@@ -167,11 +166,14 @@ class Launcher:
                 chunk.sequence.speculation = None
         return replace(plan, chunks=tuple(chunk.with_proposal() for chunk in plan.chunks))
 
-    def _take_drafted(self, flight: Flight, drafted: Drafted) -> None:
+    def _take_drafted(self, flight: Flight, drafted: list[Drafted]) -> None:
         """Before the model verifies them."""
         flight.draft_seconds = self._runner.draft_seconds
         pairs = zip(flight.plan.chunks, drafted, strict=True)
-        chunks = tuple(chunk.with_proposal(tokens, chunk.draft) if chunk.draft else chunk for chunk, tokens in pairs)
+        chunks = tuple(
+            chunk.with_proposal(found.tokens, chunk.draft, found.beside) if chunk.draft else chunk
+            for chunk, found in pairs
+        )
         flight.plan = replace(flight.plan, chunks=chunks)
         prepare_masks(chunk for chunk in chunks if chunk.draft is not None)
 

@@ -16,9 +16,9 @@ from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder
-from tandem.engine.drafts.drafter import Drafted
 from tandem.engine.factory import Rank
 from tandem.engine.loop.flight import Flight
+from tandem.engine.step import Drafted
 from tandem.errors import CheckpointError, ConfigError
 from tandem.grammar.constraint import regex
 from tandem.request import FinishReason, SamplingParams
@@ -58,6 +58,11 @@ def drafting(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> dict[
         "first layer": {"speculation": "early_exit", "speculation_layers": 1},
         "first layer with a head": {"speculation": "early_exit", "speculation_model": str(exit_folder)},
         "medusa": {"speculation": "medusa", "speculation_model": str(write_medusa(folder / "medusa", shared=False))},
+        "medusa's trees": {
+            "speculation": "medusa",
+            "speculation_model": str(folder / "medusa"),
+            "speculation_branches": 4,
+        },
         "eagle3": {"speculation": "eagle3", "speculation_model": str(write_tiny_eagle(folder / "eagle3", model_dir))},
         "lookahead": {"speculation": "lookahead"},
     }
@@ -71,6 +76,7 @@ NAMES = (
     "first layer",
     "first layer with a head",
     "medusa",
+    "medusa's trees",
     "eagle3",
     "lookahead",
 )
@@ -244,9 +250,9 @@ def test_heads_get_the_hidden_state_that_chose_the_last_token(make: Callable[...
     driver, seen = EngineDriver(rank.engine), list[tuple[int, tuple[int, ...]]]()
     taken = driver.engine._launcher._take_drafted
 
-    def take(flight: Flight, drafted: Drafted) -> None:
+    def take(flight: Flight, drafted: list[Drafted]) -> None:
         seen.extend(
-            (chunk.sequence.tokens[-1], tokens) for chunk, tokens in zip(flight.plan.chunks, drafted, strict=True)
+            (chunk.sequence.tokens[-1], found.tokens) for chunk, found in zip(flight.plan.chunks, drafted, strict=True)
         )
         taken(flight, drafted)
 
@@ -267,7 +273,7 @@ def test_a_drafter_that_fails_ends_no_answer(
     driver = EngineDriver(rank.engine)
     assert rank.runner.drafter is not None
 
-    def fails(_: object) -> Drafted:
+    def fails(_: object) -> list[Drafted]:
         raise ValueError("no")
 
     rank.runner.drafter.draft = fails  # type: ignore[method-assign, assignment]
@@ -285,7 +291,7 @@ def some(every: Iterable[Any], usual: Container[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ("greedy", "penalised")))
-@pytest.mark.parametrize("name", some(NAMES, ("the model itself", "first layer", "medusa")))
+@pytest.mark.parametrize("name", some(NAMES, ("the model itself", "first layer", "medusa's trees")))
 @pytest.mark.parametrize("after", some(range(1, 24), (1, 2, 11, 17)))
 def test_an_answer_that_moves_after_any_token_goes_on_the_same(
     make: Callable[..., Rank], reference: Reference, drafting: dict[str, Speculates], name: str, kind: str, after: int
@@ -360,6 +366,11 @@ def test_parts_of_another_model_are_refused(make: Callable[..., Rank], tmp_path:
         ({"speculation": "medusa", "speculation_model": "a", "speculation_weights": "int8"}, "speculation_weights"),
         ({"speculation": "lookup", "speculation_model": "a"}, "speculation_model"),
         ({"speculation": "medusa", "speculation_model": "a", "speculation_layers": 3}, "speculation_layers"),
+        ({"speculation": "eagle3", "speculation_model": "a", "speculation_branches": 1}, "speculation_branches: exp"),
+        (
+            {"speculation": "medusa", "speculation_model": "a", "speculation_branches": 3, "max_step_tokens": 35},
+            "a tree of at most max_step_tokens .35., got 36",
+        ),
     ],
 )
 def test_what_a_proposer_needs_and_does_not_take(options: Speculates, said: str) -> None:

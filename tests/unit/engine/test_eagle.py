@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tandem.engine.drafts.drafter import Drafted
 from tandem.engine.factory import Rank
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.loop.flight import Flight
-from tandem.engine.step import SequenceStep
+from tandem.engine.step import Drafted, SequenceStep
 from tandem.errors import RequestFailed
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, Exported, answer_that_moves, make_request
@@ -110,9 +109,9 @@ class Watched:
         self._taken = launcher._take_drafted
         launcher._take_drafted = self._take  # type: ignore[method-assign]
 
-    def _take(self, flight: Flight, drafted: Drafted) -> None:
-        for chunk, tokens in zip(flight.plan.chunks, drafted, strict=True):
-            self.seen.append((chunk.sequence.request_id, list(chunk.sequence.tokens), tokens))
+    def _take(self, flight: Flight, drafted: list[Drafted]) -> None:
+        for chunk, found in zip(flight.plan.chunks, drafted, strict=True):
+            self.seen.append((chunk.sequence.request_id, list(chunk.sequence.tokens), found.tokens))
         self._taken(flight, drafted)
 
     def agrees(self, request_id: str, unknown: set[int]) -> None:

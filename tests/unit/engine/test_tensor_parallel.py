@@ -25,6 +25,7 @@ from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, NoExport, make_request
 from tandem.testing.models import random_prompt, write_tiny_eagle, write_tiny_llama
 from tests.conftest import Reference
+from tests.unit.engine.test_drafts import write_medusa
 
 VOCAB = 300
 SPEC = EngineSpec(kv_blocks=64, max_step_tokens=48)
@@ -164,8 +165,9 @@ def test_ranks_together_equal_the_reference(
         pytest.param({"speculation": "draft", "speculation_weights": "int8"}, marks=pytest.mark.slow),
         {"speculation": "draft", "speculation_model": "other"},
         {"speculation": "eagle3", "speculation_model": "head"},
+        {"speculation": "medusa", "speculation_model": "medusa", "speculation_branches": 4},
     ],
-    ids=["first layer", "itself in int8", "another model", "eagle3"],
+    ids=["first layer", "itself in int8", "another model", "eagle3", "trees"],
 )
 def test_ranks_draft_alike(
     tmp_path: Path, reference_for: Callable[[Path], Reference], drafts: dict[str, object]
@@ -173,6 +175,7 @@ def test_ranks_draft_alike(
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=4, head_dim=8, seed=2)
     write_tiny_llama(tmp_path / "other", vocab=VOCAB, seed=3, layers=1)
     write_tiny_eagle(tmp_path / "head", model_dir)
+    write_medusa(tmp_path / "medusa", shared=False)
     if "speculation_model" in drafts:
         drafts = drafts | {"speculation_model": str(tmp_path / str(drafts["speculation_model"]))}
     spec = EngineSpec.model_validate(SPEC.model_dump() | drafts | {"speculation_adaptive": False})

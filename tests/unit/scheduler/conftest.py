@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import pytest
 
+from tandem.engine.api import TokenOut
+from tandem.engine.loop.chooser import TokenChooser
+from tandem.engine.output import StepOutput
 from tandem.errors import KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.blockhash import HashKey
@@ -17,7 +22,7 @@ from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
-from tandem.speculation.proposers import Candidate, Proposal, Speculation
+from tandem.speculation.proposers import Branch, Candidate, Draft, Proposal, Speculation
 from tandem.speculation.speculator import Speculator, Step
 from tandem.speculation.text_proposers import Lookup
 
@@ -53,6 +58,26 @@ class HalfRight(Speculator):
         return tuple(proposed)
 
 
+class Branching(HalfRight):
+    """Drafts that many instead, with two branches: one is right where the chain's middle token is wrong."""
+
+    def propose(self, candidates: Iterable[Candidate], step: Step) -> list[Proposal]:
+        proposals, room = list[Proposal](), step.room
+        for each in candidates:
+            count = min(each.most, len(each.tokens) % 6, room // 5)
+            branches = (Branch(count // 2, 1, count), Branch(0, 2, 1)) if count else ()
+            draft = Draft(count, beside=2, branches=branches) if count else None
+            proposals.append(Proposal(draft=draft))
+            room -= 3 + 2 * count if count else 0
+        return proposals
+
+    def drafted(self, tokens: list[int], count: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        chain, right = self._proposed(tokens, count), list(tokens)
+        for _ in range(count):
+            right.append(next_token(right))
+        return chain, tuple((token, 99) for token in right[len(tokens) :])
+
+
 @dataclass
 class World:
     """Carries out plans, and checks at every step that a request reads back exactly its own tokens."""
@@ -62,6 +87,7 @@ class World:
     max_running: int = 4
     slots: int = 0
     proposes: bool = False  # right tokens and wrong ones
+    branches: bool = False  # beside them
     batches: BatchRule | None = None
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -72,6 +98,7 @@ class World:
     failed: dict[str, TandemError] = field(default_factory=dict)
     host_memory: dict[tuple[int, int], int] = field(default_factory=dict)
     computed_tokens: int = 0
+    from_branches: int = 0  # tokens
     arrivals: int = 0
     now_s: float = 0.0
     batch: set[str] = field(default_factory=set)  # of the last one, and those that joined it
@@ -84,7 +111,7 @@ class World:
             max_running_requests=self.max_running,
             max_step_tokens=self.budget,
             max_model_tokens=1000,
-            speculator=HalfRight() if self.proposes else None,
+            speculator=(Branching() if self.branches else HalfRight()) if self.proposes else None,
             batches=self.batches,
         )
 
@@ -144,7 +171,7 @@ class World:
     def step(self) -> StepPlan:
         self.now_s += STEP_S
         self.collect()
-        plan = self.scheduler.schedule()
+        plan = self._drafted(self.scheduler.schedule())
         if self.batches is not None:
             assert {chunk.sequence.request_id for chunk in plan.chunks} <= self.batch, "no other request joins"
         self._check(plan)
@@ -159,8 +186,7 @@ class World:
                 self._write(chunk.sequence, position)
             self.check_content(chunk.sequence, chunk.start + chunk.count)
             self.computed_tokens += chunk.count
-            for position, token in enumerate(chunk.proposed, chunk.start + chunk.count):
-                self.memory[chunk.sequence.blocks[position // BLOCK], position % BLOCK] = token
+            self._write_proposed(chunk)
         self.scheduler.advance(plan)
         for chunk in plan.chunks:
             if chunk.samples:
@@ -183,6 +209,32 @@ class World:
         counts = self.pool.counts()
         return counts.conserved and self.pool.tier_counts().conserved and counts.in_use == counts.leased == 0
 
+    def _drafted(self, plan: StepPlan) -> StepPlan:
+        """With what the ranks would draft."""
+
+        def drafted(chunk: Chunk) -> Chunk:
+            if chunk.draft is None:
+                return chunk
+            assert isinstance(self.scheduler.speculator, Branching)
+            chain, beside = self.scheduler.speculator.drafted(chunk.sequence.tokens, chunk.draft.count)
+            return chunk.with_proposal(chain, chunk.draft, beside)
+
+        return replace(plan, chunks=tuple(map(drafted, plan.chunks)))
+
+    def _write_proposed(self, chunk: Chunk) -> None:
+        blocks, end = chunk.sequence.blocks, chunk.start + chunk.count
+        for position, token in enumerate(chunk.proposed, end):
+            self.memory[blocks[position // BLOCK], position % BLOCK] = token
+        first, written = divmod(end - 1, BLOCK)
+        for branch in chunk.branches:
+            assert len({*blocks, *branch.blocks}) == len(blocks) + len(branch.blocks)
+            own = [*blocks[:first], *branch.blocks]
+            for offset in range(written):
+                self.memory[own[first], offset] = self.memory[blocks[first], offset]
+            text = [chunk.sequence.tokens[-1], *branch.tokens(chunk.proposed, chunk.beside)]
+            for position, token in enumerate(text, end - 1):
+                self.memory[own[position // BLOCK], position % BLOCK] = token
+
     def _check(self, plan: StepPlan) -> None:
         assert sum(chunk.computed_tokens for chunk in plan.chunks) <= self.budget
         assert len({chunk.sequence.request_id for chunk in plan.chunks}) == len(plan.chunks)
@@ -191,7 +243,7 @@ class World:
         for chunk in plan.chunks:
             assert chunk.count > 0
             assert chunk.start == chunk.sequence.computed
-            assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.computed_tokens
+            assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.count + chunk.proposes
             assert not chunk.proposed or chunk.sequence.generated
         assert all(isinstance(error, KvExhausted) for _, error in plan.failed)
 
@@ -229,20 +281,22 @@ class World:
                     assert self.memory[cell] == sequence.tokens[exported.first_block * BLOCK + offset]
 
     def _sample(self, chunk: Chunk) -> None:
-        sequence, accepted = chunk.sequence, 0
-        for proposed in (*chunk.proposed, None):
-            token = next_token(sequence.tokens)
-            sequence.tokens.append(token)
-            self.answers.setdefault(sequence.request_id, []).append(token)
-            if sequence.generated >= sequence.sampling.max_tokens or token != proposed:
-                break
-            accepted += 1
+        sequence, text = chunk.sequence, list(chunk.sequence.tokens)
+        paths = [chunk.proposed, *(each.tokens(chunk.proposed, chunk.beside) for each in chunk.branches)]
+        chosen = [next_token([*text, *path[:count]]) for path in paths for count in range(len(path) + 1)]
+        output, told = StepOutput([*chosen], [None] * len(chosen), []), list[TokenOut]()
+        ended: list[Sequence] = []
+        right = TokenChooser(self.scheduler, ended.append).choose(chunk, output, 0, None, told, [])
+        self.answers.setdefault(sequence.request_id, []).extend(each.token_id for each in told)
+        of_chain = len([*takewhile(bool, map(eq, chunk.proposed, sequence.tokens[len(text) :]))])
+        self.from_branches += right - of_chain
         if chunk.proposed:
-            self.scheduler.accept(chunk, min(len(chunk.proposed), accepted + 1), accepted)
             assert len(sequence.blocks) <= -(-len(sequence.tokens) // BLOCK), "none is kept for refused tokens"
+            assert not sequence.branch_blocks
             self.check_content(sequence, sequence.computed)
         assert sequence.pending_tokens == 1
-        if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
+        assert bool(ended) == (sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens)
+        if ended:
             self.scheduler.finish(sequence)
 
 

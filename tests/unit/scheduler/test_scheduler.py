@@ -8,6 +8,7 @@ import pytest
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted
 from tandem.scheduler.plan import ExportRange, StepPlan
+from tests.unit.scheduler.conftest import next_token
 
 MakeWorld = Any  # the `World` class of conftest.py
 
@@ -344,3 +345,20 @@ def test_reservations_are_counted_until_they_join(make_world: MakeWorld) -> None
     assert (world.scheduler.reserved, world.scheduler.waiting, world.scheduler.running) == (1, 0, 0)
     world.scheduler.join("handed", 7)
     assert (world.scheduler.reserved, world.scheduler.waiting, world.scheduler.running) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("blocks", [64, 12])
+def test_branches_give_tokens_where_the_chain_is_wrong(make_world: MakeWorld, blocks: int) -> None:
+    """Also beside requests that take their blocks."""
+    world = make_world(blocks=blocks, budget=40, proposes=True, branches=True)
+    texts = {str(number): prompt(5, number * 100) for number in range(3)}
+    for name, text in texts.items():
+        world.add(name, text, max_tokens=30)
+    world.run()
+    assert not world.failed
+    assert world.at_rest()
+    for name, text in texts.items():
+        while len(text) < 35:
+            text.append(next_token(text))
+        assert world.answers[name] == text[5:]
+    assert world.from_branches > (10 if blocks == 64 else 0)

@@ -119,7 +119,7 @@ class Story:
     budget=st.integers(1, 20),
     max_running=st.integers(1, 5),
     slots=st.sampled_from([0, 0, 1, 3, 10, 40]),
-    proposes=st.booleans(),
+    proposes=st.sampled_from(["", "chains", "trees"]),
     window_s=st.sampled_from([None, None, 0.0, 0.03, 1.0]),
     from_first=st.booleans(),
 )
@@ -130,14 +130,20 @@ def test_every_request_ends_with_the_right_content_and_nothing_is_left_behind(
     budget: int,
     max_running: int,
     slots: int,
-    proposes: bool,
+    proposes: str,
     window_s: float | None,
     from_first: bool,
 ) -> None:
     batches = None if window_s is None else BatchRule(max_running, window_s, from_first)
     story = Story(
         make_world(
-            blocks=blocks, budget=budget, max_running=max_running, slots=slots, proposes=proposes, batches=batches
+            blocks=blocks,
+            budget=budget,
+            max_running=max_running,
+            slots=slots,
+            proposes=bool(proposes),
+            branches=proposes == "trees",
+            batches=batches,
         )
     )
     for action in actions:

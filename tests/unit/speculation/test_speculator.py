@@ -14,7 +14,7 @@ from tandem.speculation.acceptance import Acceptance, Rate
 from tandem.speculation.drafting import DraftModel
 from tandem.speculation.lookahead import Guesses
 from tandem.speculation.lookup import GRAM, Found, TokenIndex
-from tandem.speculation.proposers import Candidate, Draft, Proposal, Prospect, Speculation, Verified
+from tandem.speculation.proposers import Branch, Candidate, Draft, Proposal, Prospect, Speculation, Verified
 from tandem.speculation.speculator import Speculator, Step
 from tandem.speculation.step_costs import StepCosts
 from tandem.speculation.text_proposers import Lookup
@@ -262,6 +262,57 @@ def test_what_is_drafted_at_once_costs_one_pass() -> None:
 
 def test_drafts_stay_within_the_room() -> None:
     assert sum(drafted(0.0001, 0.95, 4, room=6)) <= 6
+
+
+def branching(token_s: float, rights: Sequence[float], **options: bool) -> Speculator:
+    """The likeliest tokens are right half of the time; where they are wrong, the next ones as often as `rights`."""
+    by = Speculator(4, Drafted(at_once=True), branches=3, **options)
+    for tokens in (1, 1, 1, *(1, 2, 4, 8) * 20):
+        by.costs.learn(tokens, 0.010 + token_s * tokens)
+        by.pass_costs.learn(tokens, 0.0001)
+    draw = random.Random(3)
+    for _ in range(600):
+        wrong, rank = draw.random() < 0.5, draw.choices(range(len(rights) + 1), [1 - sum(rights), *rights])[0]
+        by.learn(Speculation(kind=1), Verified(9, 1, 1, int(not wrong), rank=rank))
+    return by
+
+
+def drafts(by: Speculator, requests: int = 1, room: int = 10_000) -> list[Draft]:
+    candidates = [Candidate(Speculation(kind=1), [1], 8) for _ in range(requests)]
+    found = by.propose(candidates, Step(requests, requests, room))
+    return [each.draft or Draft(0) for each in found]
+
+
+def branches(token_s: float, rights: Sequence[float]) -> tuple[Branch, ...]:
+    return drafts(branching(token_s, rights))[0].branches
+
+
+def test_branches_are_computed_where_their_tokens_pay() -> None:
+    many = branches(0.00002, [0.4, 0.2, 0.1])
+    assert [(each.shared, each.rank) for each in many[:2]] == [(0, 1), (0, 2)]
+    assert len(many) == 3
+    assert len(branches(0.0008, [0.4, 0.2, 0.1])) < 2
+    assert branches(0.00002, [0.0, 0.0, 0.0]) == ()
+    assert not any(each.branches for each in drafts(branching(0.0004, [0.4, 0.2, 0.1]), requests=64))
+
+
+def test_a_branch_goes_on_as_long_as_its_tokens_pay() -> None:
+    cheap, dear = (branches(cost, [0.5, 0.0, 0.0]) for cost in (0.00001, 0.0005))
+    assert cheap[0].count == 4
+    assert all(each.count < 4 for each in dear)
+
+
+def test_branches_stay_within_the_room() -> None:
+    for room in range(4, 30):
+        found = drafts(branching(0.00001, [0.4, 0.3, 0.2]), requests=3, room=room)
+        assert sum(each.count + sum(1 + branch.count for branch in each.branches) for each in found) <= room
+
+
+def test_a_grammar_has_no_branches_and_without_looking_at_costs_all_others_have() -> None:
+    by = branching(0.001, [0.1, 0.1, 0.1], adaptive=False)
+    candidates = [Candidate(Speculation(kind=1), [1], 8, may_branch=may) for may in (True, False)]
+    found = [each.draft for each in by.propose(candidates, Step(2, 2, 100))]
+    assert [each and len(each.branches) for each in found] == [3, 0]
 
 
 def test_a_draft_model_computes_what_it_does_not_know_before_it_drafts() -> None:
