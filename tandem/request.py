@@ -118,6 +118,7 @@ class SamplingParams:
     `logit_bias` holds (token id, addend to its logit). `prompt_logprobs` is `logprobs` for the prompt's tokens.
     `min_tokens`: stop tokens cannot be chosen before the answer has so many.
     `grammar`: what the answer has to satisfy (tandem/grammar/compiler.py).
+    `embeds`: the prompt's embedding is wanted, with an answer of one token.
     tandem/sampling/penalties.py defines the penalties.
 
     The same (seed, position, token) always draws the same noise, so the choice does not depend on batch, worker or
@@ -139,6 +140,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: str | None = None
     min_tokens: int = 0
+    embeds: bool = False
 
     @property
     def changes_logits(self) -> bool:
@@ -165,6 +167,7 @@ class SamplingParams:
         prompt_logprobs: int | None = None,
         grammar: str | None = None,
         min_tokens: int = 0,
+        embeds: bool = False,
     ) -> SamplingParams:
         """None takes the default. Raises InputError naming the field."""
         params = cls(
@@ -183,6 +186,7 @@ class SamplingParams:
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             min_tokens=min_tokens,
+            embeds=embeds,
         )
         params._check()
         return params
@@ -195,6 +199,8 @@ class SamplingParams:
             _check_range("top_k", self.top_k, 1, 2**31 - 1)
         _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.embeds and self.max_tokens != 1:
+            raise InputError(f"max_tokens: expected 1 with an embedding, got {self.max_tokens}", field="max_tokens")
         if self.min_tokens and self.grammar is not None:
             raise InputError("min_tokens: expected no constraint beside it; leave one of them out", field="min_tokens")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

@@ -41,6 +41,7 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
         grammar=wire.grammar if wire.HasField("grammar") else None,
         min_tokens=wire.min_tokens,
+        embeds=wire.embeds,
     )
 
 
@@ -60,6 +61,7 @@ def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=sampling.grammar,
         min_tokens=sampling.min_tokens,
+        embeds=sampling.embeds,
     )
     if sampling.logit_bias:  # even an empty map would cost as much as all other fields together
         wire.logit_bias.update(sampling.logit_bias)
@@ -95,6 +97,8 @@ def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
     if (proposals := token.proposals) is not None:
         frame.proposed_tokens, frame.accepted_tokens = proposals.proposed, proposals.accepted
         frame.from_prediction = proposals.from_prediction
+    if token.embedding:
+        frame.embedding = token.embedding
     if token.logprob is not None:
         _fill(frame.logprobs, token.token_id, token.logprob, token.top)
     return frame

@@ -25,7 +25,7 @@ from router.edge.anthropic.answer_schema import TokenCount
 from router.edge.anthropic.messages_errors import is_messages_path, messages_error
 from router.edge.anthropic.messages_format import MessagesFormat
 from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
-from router.edge.json_slices import JsonSlices
+from router.edge.json_slices import JsonSlices, json_pieces
 from router.edge.keyed_http import REPLAYED, Handler, answer_once
 from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
@@ -40,6 +40,19 @@ from router.edge.openai.answer_schema import (
     StatusAnswer,
     TokenizeAnswer,
     TokenizerInfo,
+)
+from router.edge.openai.embeddings import (
+    Embedded,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    RerankRequest,
+    ScoreRequest,
+    check_numbers,
+    embedding_list,
+    ranked_list,
+    renamed,
+    score_list,
+    vectors,
 )
 from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.responses_format import ResponsesFormat
@@ -59,6 +72,7 @@ from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
 Parsed = TypeVar("Parsed")
+Embeds = TypeVar("Embeds", EmbeddingRequest, ScoreRequest, RerankRequest)
 Body = TypeVar(
     "Body",
     ChatCompletionRequest,
@@ -68,8 +82,12 @@ Body = TypeVar(
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 
+EMBEDDED_AT_ONCE = 64  # texts of one call on workers or in the queue
 MAX_RETRY_AFTER_S = 60  # OpenAI's clients ignore longer ones
 INLINE_ANSWER_CHARS = 4096  # longer answers are read for calls and reasoning in a thread: about 1 µs per character
 _STATUS_ERRORS = {
@@ -117,6 +135,9 @@ class HttpEdge:
             Route("/v1/responses", self._once(self.responses), methods=["POST"]),
             Route("/v1/messages", self._once(self.messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", self._once(self.embeddings), methods=["POST"]),
+            Route("/v1/score", self._once(self.score), methods=["POST"]),
+            Route("/v1/rerank", self._once(self.rerank), methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -176,6 +197,45 @@ class HttpEdge:
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         form = MessagesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
+
+    async def embeddings(self, request: Request) -> Response:
+        parsed, found = await self._embedded(request, EmbeddingRequest, "input")
+        return JsonSlices(json_pieces(embedding_list(parsed, found)), self._service.executor)
+
+    async def score(self, request: Request) -> Response:
+        parsed, found = await self._embedded(request, ScoreRequest, "text_2")
+        return JsonSlices(json_pieces(score_list(parsed, found)), self._service.executor)
+
+    async def rerank(self, request: Request) -> Response:
+        parsed, found = await self._embedded(request, RerankRequest, "documents")
+        return JsonSlices(json_pieces(ranked_list(parsed, found)), self._service.executor)
+
+    async def _embedded(self, request: Request, kind: type[Embeds], field: str) -> tuple[Embeds, Embedded]:
+        """The body, and the embeddings of its texts, some at a time. `field`: that they are in."""
+        call, answer_id = call_of(request.scope), request.scope["request_id"]
+        terms = self._service.terms(request.headers.get, call=call)
+        parsed, raws = await self._parsed(request, kind, kind.parse)
+        model = self._service.model(parsed.model, call)
+        connection: Connection = request.scope[SCOPE_KEY]
+        found, tokens = [], 0
+        try:
+            check_numbers(field, len(raws), model.hidden_size, parsed.dimensions)
+            for at in range(0, len(raws), EMBEDDED_AT_ONCE):
+                part_id = f"{answer_id}-part{at // EMBEDDED_AT_ONCE}" if len(raws) > EMBEDDED_AT_ONCE else answer_id
+                answers = await self._service.submit_all(raws[at : at + EMBEDDED_AT_ONCE], 1, part_id, terms)
+                connection.when_lost(answers.cancel)
+                try:
+                    await answers.collect()
+                finally:
+                    answers.cancel()
+                    connection.when_lost(None)
+                found += [each.stream.embedding for each in answers.submitted]
+                tokens += answers.prompt_tokens
+        except InputError as error:
+            raise renamed(error, field) from None
+        made = partial(vectors, found, parsed.dimensions)
+        rows = await asyncio.get_running_loop().run_in_executor(self._service.executor, made)
+        return parsed, Embedded(answer_id, model.name, rows, EmbeddingUsage(tokens, tokens))
 
     async def count_tokens(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))

@@ -30,6 +30,14 @@ from router.edge.openai.answer_schema import (
     TokenizeAnswer,
     TokenizerInfo,
 )
+from router.edge.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RankedList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -55,19 +63,25 @@ _REQUESTS = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 # The names that answers have in the document.
 _ANSWERS: dict[str, type[AnswerStruct]] = {
     "ChatCompletion": ChatCompletion,
     "ChatCompletionChunk": ChatCompletionChunk,
     "Completion": Completion,
+    "Embeddings": EmbeddingList,
     "Error": ErrorBody,
     "Info": TokenizerInfo,
     "Message": MessageObject,
     "MessagesError": MessagesError,
     "Model": ModelCard,
     "Models": ModelList,
+    "Ranking": RankedList,
     "Response": ResponseObject,
+    "Scores": ScoreList,
     "Status": StatusAnswer,
     "Text": DetokenizeAnswer,
     "TokenCount": TokenCount,
@@ -156,23 +170,33 @@ def _errors(error: str) -> Schema:
     return {str(status): reply | {"headers": reply["headers"] | retry} for status in statuses}
 
 
-def _parameters(*, generates: bool) -> list[Schema]:
-    names = ["x-request-id", *((PRIORITY, TENANT, TIMEOUT, HEADER) if generates else ())]
+def _parameters(*, computes: bool) -> list[Schema]:
+    names = ["x-request-id", *((PRIORITY, TENANT, TIMEOUT, HEADER) if computes else ())]
     return [{"name": name, "in": "header", "required": False, "schema": _STRING} for name in names]
 
 
-def _post(summary: str, request: type, answer: str, events: str | None = None, error: str = "Error") -> Schema:
-    content = _json(answer)
+def _post(
+    summary: str,
+    request: type,
+    answer: str,
+    events: str | None = None,
+    error: str = "Error",
+    *,
+    computes: bool = False,
+) -> Schema:
+    """`events`: of a stream. `computes`: on workers, also without a stream."""
+    content, said = _json(answer), "The answer."
     if events is not None:
+        said = "The answer, or its events with stream=true."
         content |= _content("text/event-stream", _ref(events))
     body = {"required": True, "content": _json(request.__name__)}
     return {
         "post": {
             "summary": summary,
             "operationId": request.__name__.removesuffix("Request"),
-            "parameters": _parameters(generates=events is not None),
+            "parameters": _parameters(computes=computes or events is not None),
             "requestBody": body,
-            "responses": {"200": _reply("The answer, or its events with stream=true.", content), **_errors(error)},
+            "responses": {"200": _reply(said, content), **_errors(error)},
         }
     }
 
@@ -248,6 +272,13 @@ def openapi_document() -> Schema:
                 ),
                 "/v1/messages/count_tokens": _post(
                     "Counts the tokens of a prompt", CountTokensRequest, "TokenCount", error="MessagesError"
+                ),
+                "/v1/embeddings": _post(
+                    "Embeddings of one or several texts", EmbeddingRequest, "Embeddings", computes=True
+                ),
+                "/v1/score": _post("How alike pairs of texts are", ScoreRequest, "Scores", computes=True),
+                "/v1/rerank": _post(
+                    "Orders documents by how alike they are to a query", RerankRequest, "Ranking", computes=True
                 ),
                 "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
                 "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),

@@ -25,6 +25,7 @@ class PlacementQuery(
     answer_tokens: int = 0  # expected length of the answer
     session: bytes | None = None  # digest of the client's session key
     number: int = 0  # requests placed before it
+    is_prompt_alone: bool = False  # whoever computes the prompt gives the whole answer: one token
     prefill_s: float | None = None  # time until the soonest prefill worker would finish the prompt
     decode: Candidate | None = None  # the chosen decode worker, while the prefill worker is chosen
 
@@ -80,6 +81,7 @@ class PlacementReason(StrEnum):
 
     LOCAL_CONFIGURED = "local_configured"  # disaggregation: never
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
+    LOCAL_PROMPT_ALONE = "local_prompt_alone"  # an answer of one token, from a prefill worker
     LOCAL_PREFILL_FAILED = "local_prefill_failed"  # every prefill worker failed this request
     LOCAL_SHORT_SUFFIX = "local_short_suffix"  # at most router.local_prefill_max_tokens to compute
     LOCAL_SOONER = "local_sooner"  # predicted to be clearly sooner

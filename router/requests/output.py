@@ -114,7 +114,8 @@ class ResponseStream:
     """Carries output from a request to its one reader at the edge. Bounded: a slow reader ends its request.
 
     `prompt_scores`: logprobs of the prompt from its second token on, if requested; set before the first piece.
-    `stop_string`: that ended the answer; set with `final`.
+    `embedding`: as in `StepToken`, if requested; set before the first piece. `stop_string`: that ended the answer; set
+    with `final`.
     """
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
@@ -122,6 +123,7 @@ class ResponseStream:
         self.final: Final | None = None
         self.stop_string: str | None = None
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
+        self.embedding = b""
         self._on_cancel: Callable[[], None] | None = on_cancel  # None after the end: it would be a reference cycle
         self._pieces: list[TextPiece] = []
         self._times: list[float] | None = None  # of the pieces, once `keep_times` was called

@@ -22,7 +22,11 @@ from tandem.errors import ContextExceeded, KvExhausted, TandemError, Unavailable
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for
 
-_NAMES = {Capability.GRAMMARS: "a constraint of the answer", Capability.PROMPT_LOGPROBS: "logprobs of the prompt"}
+_NAMES = {
+    Capability.GRAMMARS: "a constraint of the answer",
+    Capability.PROMPT_LOGPROBS: "logprobs of the prompt",
+    Capability.EMBEDDINGS: "an embedding",
+}
 
 
 class FleetView(Protocol):
@@ -313,7 +317,14 @@ class Placer:
         request = run.request
         left = request.sampling.max_tokens - run.answer_tokens
         expected = min(left, self._fleet.answer_tokens(request.model))
-        return PlacementQuery(run.prefill_tokens, run.excluded | avoided, expected, request.session, self._placed)
+        return PlacementQuery(
+            run.prefill_tokens,
+            run.excluded | avoided,
+            expected,
+            request.session,
+            self._placed,
+            is_prompt_alone=request.sampling.max_tokens == 1,
+        )
 
 
 def _needs(run: RequestRun) -> frozenset[Capability]:

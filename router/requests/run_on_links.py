@@ -31,7 +31,7 @@ class EventSink(Protocol):
 class RunOnLinks:
     """One run on the links (a `router.workers.link.RequestSink`). `stream` None: no client reads."""
 
-    __slots__ = ("_core", "_is_recorded", "_link_of", "_request", "_work", "run", "stream")
+    __slots__ = ("_core", "_embeds", "_is_recorded", "_link_of", "_request", "_work", "run", "stream")
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class RunOnLinks:
         self._core = core
         self._link_of = link_of
         self._is_recorded = is_recorded
+        self._embeds = request.sampling.embeds
         self._work: worker_pb2.Work | None = None  # of the decode worker; the prefill worker gets the same
 
     # ---- out
@@ -123,6 +124,8 @@ class RunOnLinks:
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:
         run = self.run
+        if self._embeds and self.stream is not None:
+            self.stream.embedding = token.embedding
         if self._is_recorded or run.is_performing:
             self._core.on(run, ev.TokenSampled(link.key, token))
             return

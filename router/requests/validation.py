@@ -75,6 +75,7 @@ class RawSampling(msgspec.Struct, frozen=True):  # several per request: created 
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     min_tokens: int = 0
+    embeds: bool = False
 
 
 class RawRequest(msgspec.Struct, frozen=True):
@@ -136,6 +137,7 @@ class ServingModel:
         self.name = self.base = served.name
         self.tokenizer = tokenizer
         self.vocab_tokens = config.vocab_size
+        self.hidden_size = config.hidden_size
         self._served = served
         self._template = template
         self._defaults = RawSampling()
@@ -358,6 +360,7 @@ class ServingModel:
             prompt_logprobs=raw.prompt_logprobs,
             grammar=None if constraint is None else constraint.grammar,
             min_tokens=raw.min_tokens,
+            embeds=raw.embeds,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:

@@ -83,8 +83,8 @@ class LinkListener(Protocol):
 
 def lacks(info: cluster_pb2.WorkerInfo) -> frozenset[Capability]:
     """What the worker's engine cannot do."""
-    if not info.HasField("can"):
-        return frozenset()
+    if not info.HasField("can"):  # from before there were any
+        return frozenset({Capability.EMBEDDINGS})
     return frozenset(each for each in Capability if each.value not in info.can.names)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tandem.checkpoint.json_fields import MAX_JSON_BYTES, JsonFields, read_small_file
+from tandem.checkpoint.json_fields import MAX_JSON_BYTES, JsonFields, read_json_object, read_small_file
 from tandem.checkpoint.model_families import FAMILIES, Sizes, Traits
 from tandem.errors import CheckpointError, ConfigError
 
@@ -109,6 +109,13 @@ class ModelConfig:
     def rank_kv_heads(self, tp: int) -> int:
         """KV heads that each rank holds. With more ranks than KV heads, each rank holds one, replicated."""
         return max(1, self.kv_heads // tp)
+
+
+def pools_last_token(model_dir: Path) -> bool:
+    """Whether a text's embedding is the last hidden state of its last token. A checkpoint of sentence-transformers says
+    it; without that it is so, as in models that answer. Raises CheckpointError naming the file."""
+    path = model_dir / "1_Pooling" / "config.json"
+    return not path.exists() or read_json_object(path).get("pooling_mode_lasttoken") is True
 
 
 def fingerprint(model_dir: Path) -> str:

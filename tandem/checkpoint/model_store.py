@@ -37,7 +37,7 @@ TEXT_FILES: Final = (  # all that routers read
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_HUB_FILES: Final = (*TEXT_FILES, "*.safetensors", "*.safetensors.index.json")
+_HUB_FILES: Final = (*TEXT_FILES, "*.safetensors", "*.safetensors.index.json", "1_Pooling/config.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class Capability(StrEnum):
 
     GRAMMARS = "grammars"  # SamplingParams.grammar
     PROMPT_LOGPROBS = "prompt_logprobs"  # SamplingParams.prompt_logprobs
+    EMBEDDINGS = "embeddings"  # SamplingParams.embeds
     MOVES = "moves"  # hold, resume and export_held: an answer that has begun goes on at another worker
 
 
@@ -45,6 +46,8 @@ def needed(sampling: SamplingParams) -> frozenset[Capability]:
         needs |= {Capability.GRAMMARS}
     if sampling.prompt_logprobs is not None:
         needs |= {Capability.PROMPT_LOGPROBS}
+    if sampling.embeds:
+        needs |= {Capability.EMBEDDINGS}
     return needs
 
 
@@ -121,7 +124,8 @@ class Proposals:
 
 class TokenOut(msgspec.Struct, frozen=True):  # created per token, in a tenth of a dataclass's time
     """One sampled token. `logprob` and `top` only if requested. `cached_tokens` only with a request's first token,
-    `proposals` only with the first token of a step that computed some for the request."""
+    `proposals` only with the first token of a step that computed some for the request. `embedding`: if requested, the
+    hidden state that chose it, after the model's last norm: float32, little-endian."""
 
     request_id: str
     token_id: int
@@ -129,6 +133,7 @@ class TokenOut(msgspec.Struct, frozen=True):  # created per token, in a tenth of
     top: tuple[TokenLogprob, ...] = ()
     cached_tokens: int | None = None
     proposals: Proposals | None = None
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

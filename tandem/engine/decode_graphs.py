@@ -168,5 +168,5 @@ class _HostInputs:
 
 
 def _is_plain(sequence: SequenceStep) -> bool:
-    drafts = sequence.draft is not None
-    return bool(sequence.samples) and len(sequence.token_ids) == 1 and not sequence.scored and not drafts
+    needs_more = sequence.scored or sequence.draft is not None or sequence.embeds
+    return bool(sequence.samples) and len(sequence.token_ids) == 1 and not needs_more

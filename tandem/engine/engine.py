@@ -44,7 +44,7 @@ class TandemEngine(WithoutAdapters):
     Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
     called after a step failed here; it raises WorkerLost unless the step failed on those ranks at the same place.
     `grammars` None: requests with a grammar are refused. `clock` tells static and dynamic batching how long requests
-    wait."""
+    wait. `lacks`: what it does not do with this checkpoint."""
 
     def __init__(
         self,
@@ -55,7 +55,9 @@ class TandemEngine(WithoutAdapters):
         check_failed_alike: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
         clock: Clock | None = None,
+        lacks: frozenset[Capability] = frozenset(),
     ) -> None:
+        self._lacks = lacks if grammars is not None else lacks | {Capability.GRAMMARS}
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
@@ -227,7 +229,7 @@ class TandemEngine(WithoutAdapters):
 
     @property
     def can(self) -> frozenset[Capability]:
-        return frozenset(Capability) if self._grammars is not None else frozenset(Capability) - {Capability.GRAMMARS}
+        return frozenset(Capability) - self._lacks
 
     @property
     def proposer(self) -> str:

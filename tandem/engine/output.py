@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
@@ -41,7 +41,7 @@ class StepOutput:
     sample, if requested and computed on the device. `scores`: for each sequence with scored tokens. `late`: samples
     whose tokens were chosen after the device's, so a step launched ahead ran with other ones. `failed`: the error of
     samples whose output the host could not complete. `failed_exports`: requests, also of earlier steps, whose export
-    could not be reported.
+    could not be reported. `embeddings`: of samples for which they are wanted, as in `TokenOut`.
     """
 
     tokens: list[int | None]
@@ -51,6 +51,7 @@ class StepOutput:
     late: frozenset[int] = frozenset()
     failed: dict[int, Exception] = field(default_factory=dict)
     failed_exports: frozenset[str] = frozenset()
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
     def with_choice(self, choice: DeviceChoice) -> StepOutput:
         """With the tokens and logprobs of these samples. Waits for them. A sample that is not finite stays so."""
@@ -152,6 +153,7 @@ class Launched:
 
     Args:
         logits, best, last: as in `launched`.
+        embedded: hidden states of the samples that embed.
         flush: waits until the step's exports are reported, and returns those that failed.
         draw_rows: as in `sample_on_device`.
     """
@@ -165,6 +167,7 @@ class Launched:
         scores: list[tuple[ScoredToken, ...]],
         flush: Callable[[], frozenset[str]] | None,
         draw_rows: DrawRows | None,
+        embedded: Tensor | None,
     ) -> None:
         samples = [(each, number) for each in sequences for number in range(each.samples)]
         sequences = [each for each, _ in samples]
@@ -172,6 +175,7 @@ class Launched:
         self._scores = scores
         self._flush = flush
         self._draw_rows = draw_rows
+        self._embedded = None if embedded is None else _host_copy(embedded.float())
         self._draws = [each.draws[number] if each.draws else None for each, number in samples]
         draws = {sample: draw for sample, draw in enumerate(self._draws) if draw and not sequences[sample].masked}
         sampled = sample_on_device(logits, best, draws, last, None, draw_rows) if draws else Sampled(best)
@@ -203,7 +207,14 @@ class Launched:
             chosen.late,
             chosen.failed,
             failed_exports,
+            self._embeddings(),
         )
+
+    def _embeddings(self) -> dict[int, bytes]:
+        if self._embedded is None:
+            return {}
+        rows = self._embedded.numpy().astype("<f4", copy=False)
+        return {sample: row.tobytes() for sample, row in zip(embedding_samples(self._sequences), rows, strict=True)}
 
 
 def launched(
@@ -214,9 +225,16 @@ def launched(
     scores: list[tuple[ScoredToken, ...]],
     flush: Callable[[], frozenset[str]] | None = None,
     draw_rows: DrawRows | None = None,
+    embedded: Tensor | None = None,
 ) -> Launched:
-    """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each."""
-    return Launched(sequences, logits, best, last, scores, flush, draw_rows)
+    """logits [samples, vocab_size] fp32; best [samples]: `best_of` them; last [samples]: the token before each.
+    embedded [samples that embed, hidden]: None without any."""
+    return Launched(sequences, logits, best, last, scores, flush, draw_rows, embedded)
+
+
+def embedding_samples(of_samples: Sequence[SequenceStep]) -> list[int]:
+    """`of_samples`: the sequence of each sample."""
+    return [sample for sample, each in enumerate(of_samples) if each.embeds]
 
 
 def _is_for_host(sequence: SequenceStep) -> bool:

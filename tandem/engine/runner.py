@@ -21,7 +21,7 @@ from tandem.engine.drafts.drafter import Computed, Drafter
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.layer_reports import LayerReports
-from tandem.engine.output import Launched, best_of_any, launched
+from tandem.engine.output import Launched, best_of_any, embedding_samples, launched
 from tandem.engine.prompt_logprobs import score
 from tandem.engine.step import Drafted, SequenceStep, StepInput
 from tandem.kvcache.layout import KvPoolLayout
@@ -127,7 +127,11 @@ class ModelRunner:
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        return launched(sequences, logits, best, inputs[sampled], scores, self._reports.flush, self._draw_rows)
+        embeds = embedding_samples([each for each in sequences for _ in range(each.samples)])
+        embedded = self._model.normed(hidden_of_samples[embeds]) if embeds else None
+        return launched(
+            sequences, logits, best, inputs[sampled], scores, self._reports.flush, self._draw_rows, embedded
+        )
 
     def attention_over(self, pool: KvPool, sequences: list[SequenceStep]) -> StoringAttend:
         return attention_of(self._kernels, self._paged, pool, self._model.attention, sequences)

@@ -85,7 +85,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     `token_ids[scored_from]`. `samples`: of how many last tokens the next one is chosen, 0 within a prompt.
     `greedy`: only the most likely tokens are needed. `draws`: the device chooses in these ways; `masked`: among tokens
     that the host names later. Neither: the host chooses, and needs the logits. `draft`: tokens that the ranks draft
-    follow `token_ids`; `blocks`, `samples` and `draws` count them.
+    follow `token_ids`; `blocks`, `samples` and `draws` count them. `embeds`: the hidden state of its sample is wanted.
     """
 
     token_ids: list[int]
@@ -99,6 +99,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     draws: list[Draw] = []
     masked: bool = False
     draft: DraftStep | None = None
+    embeds: bool = False
 
     def with_drafted(self, drafted: Drafted) -> list[SequenceStep]:
         """With the drafted tokens, followed by its branches."""

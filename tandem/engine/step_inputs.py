@@ -34,6 +34,7 @@ def sequence_step(chunk: Chunk, block_tokens: int, samples_on_device: bool) -> S
         draws=[next_draw(sequence, ahead) for ahead in range(drawn)],
         masked=drawn > 0 and sequence.grammar is not None,
         draft=None if chunk.draft is None else _draft_step(sequence, chunk.draft, block_tokens),
+        embeds=samples > 0 and sequence.sampling.embeds,
     )
 
 

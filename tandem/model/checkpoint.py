@@ -18,13 +18,22 @@ from tandem.errors import CheckpointError
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
+_BODY, _EMBEDDING = "model.", "embed_tokens.weight"
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class Checkpoint:
     """Open it with `Checkpoint.open`. Every error is a CheckpointError naming the tensor and the file."""
 
-    def __init__(self, files: dict[str, tuple[Path, Any]], model_dir: Path, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        files: dict[str, tuple[Path, Any]],
+        model_dir: Path,
+        device: torch.device | None = None,
+        *,
+        is_body: bool = False,
+    ) -> None:
+        self._is_body = is_body
         self._device = device or torch.device("cpu")
         self._files = files
         self._model_dir = model_dir
@@ -43,7 +52,9 @@ class Checkpoint:
                 if missing:
                     raise CheckpointError(f"{path}: expected tensor {missing[0]}, listed in {INDEX_FILE}, found none")
                 files.update({name: (path, opened) for name in (promised or held)})
-            yield cls(files, model_dir, device)
+            if is_body := _EMBEDDING in files:  # without the model around it, as models of embeddings are often written
+                files = {f"{_BODY}{name}": each for name, each in files.items()}
+            yield cls(files, model_dir, device, is_body=is_body)
 
     @classmethod
     @contextmanager
@@ -67,6 +78,10 @@ class Checkpoint:
     def file_of(self, name: str) -> Path:
         return self._files[name][0]
 
+    def _stored(self, name: str) -> str:
+        """Its name in the file."""
+        return name.removeprefix(_BODY) if self._is_body else name
+
     def read_ids(self, name: str, count: int) -> Tensor:
         """Reads `count` integers, as int64."""
         if name not in self._files:
@@ -74,7 +89,7 @@ class Checkpoint:
         path, opened = self._files[name]
         self._unread.discard(name)
         try:
-            found: Tensor = opened.get_tensor(name)
+            found: Tensor = opened.get_tensor(self._stored(name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
         if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
@@ -97,7 +112,7 @@ class Checkpoint:
         path, opened = self._files[name]
         self._unread.discard(name)
         try:
-            whole = opened.get_slice(name)
+            whole = opened.get_slice(self._stored(name))
             if list(whole.get_shape()) != list(shape):
                 raise CheckpointError(
                     f"{path}: {name}: expected shape {list(shape)} from config.json, got {list(whole.get_shape())}"

@@ -49,6 +49,7 @@ class EngineDriver:
     ends: dict[str, FinishReason | TandemError | None] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     scores: dict[str, list[ScoredToken]] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> None:
         self.engine.add(make_request(name, prompt, sampling, **options))
@@ -69,6 +70,8 @@ class EngineDriver:
             self.tokens.setdefault(token.request_id, []).append(token.token_id)
             if token.cached_tokens is not None:
                 self.cached[token.request_id] = token.cached_tokens
+            if token.embedding:
+                self.embeddings[token.request_id] = token.embedding
         for part in result.prompt_scores:
             scores = self.scores.setdefault(part.request_id, [])
             if part.start != 1 + len(scores):

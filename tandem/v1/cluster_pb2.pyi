@@ -205,7 +205,7 @@ class WorkerInfo(_message.Message):
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Process]: ...
     @_builtins.property
     def can(self) -> Global___Capabilities:
-        """absent: from before there were any; the engine has all of them"""
+        """absent: from before there were any; the engine has all but embeddings"""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Capabilities(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """grammars, prompt_logprobs, moves"""
+        """grammars, prompt_logprobs, moves, embeddings"""
 
     def __init__(
         self,

@@ -397,6 +397,7 @@ class ResolvedSampling(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -414,6 +415,8 @@ class ResolvedSampling(_message.Message):
     """since version 4: see tandem/grammar/compiler.py; absent: the answer is free"""
     min_tokens: _builtins.int
     """since version 4: stop tokens cannot be chosen before the answer has so many"""
+    embeds: _builtins.bool
+    """the first token brings StepToken.embedding; of workers whose engine can do that"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -436,10 +439,11 @@ class ResolvedSampling(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         grammar: _builtins.str | None = ...,
         min_tokens: _builtins.int = ...,
+        embeds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "embeds", b"embeds", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -753,6 +757,7 @@ class StepToken(_message.Message):
     PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     FROM_PREDICTION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_id: _builtins.int
     cached_tokens: _builtins.int
@@ -769,6 +774,8 @@ class StepToken(_message.Message):
     accepted_tokens: _builtins.int
     from_prediction: _builtins.bool
     """they came from Work.prediction"""
+    embedding: _builtins.bytes
+    """if asked for: float32, little-endian; the hidden state that chose the token, after the last norm"""
     @_builtins.property
     def logprobs(self) -> _inference_pb2.TokenLogprobs: ...
     def __init__(
@@ -783,10 +790,11 @@ class StepToken(_message.Message):
         proposed_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
         from_prediction: _builtins.bool = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "computing_at_s", b"computing_at_s", "logprobs", b"logprobs", "sampled_at_s", b"sampled_at_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "computing_at_s", b"computing_at_s", "from_prediction", b"from_prediction", "logprobs", b"logprobs", "proposed_tokens", b"proposed_tokens", "request_id", b"request_id", "sampled_at_s", b"sampled_at_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "computing_at_s", b"computing_at_s", "embedding", b"embedding", "from_prediction", b"from_prediction", "logprobs", b"logprobs", "proposed_tokens", b"proposed_tokens", "request_id", b"request_id", "sampled_at_s", b"sampled_at_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__computing_at_s: _TypeAlias = _typing.Literal["computing_at_s"]  # noqa: Y015
     _WhichOneofArgType__computing_at_s: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s"]  # noqa: Y015

@@ -53,11 +53,10 @@ class _Held:
 
 
 class VllmEngine:
-    """An `Engine` that cannot move answers."""
+    """An `Engine` that cannot move answers. `embeds`: whether it gives embeddings."""
 
     proposer = ""
     is_collecting = False
-    can = frozenset({Capability.GRAMMARS, Capability.PROMPT_LOGPROBS})
 
     def __init__(
         self,
@@ -68,7 +67,9 @@ class VllmEngine:
         *,
         vocab_size: int,
         max_model_tokens: int,
+        embeds: bool,
     ) -> None:
+        self.can = frozenset(Capability) - {Capability.MOVES, *(() if embeds else (Capability.EMBEDDINGS,))}
         self._core = core
         self._adapters = adapters
         self._grammars = grammars
@@ -89,6 +90,8 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         made, held = self._made(request)
         self._held[request.request_id] = held
+        if request.sampling.embeds:
+            self._executor.embeddings[request.request_id] = b""
         if request.export_from_block is not None:
             self._shared.exports[request.request_id] = Export(
                 request.request_id, len(request.prompt), request.export_from_block
@@ -122,6 +125,7 @@ class VllmEngine:
     def cancel(self, request_id: str) -> bool:
         if self._held.pop(request_id, None) is None:
             return False
+        self._executor.embeddings.pop(request_id, None)
         self._scheduler.cancel(request_id)
         self._is_starved, self._counts_changed = False, True
         return True
@@ -253,7 +257,8 @@ class VllmEngine:
             is_whole = grammar is not None and grammar.is_whole_after(token)
             cached, held.cached_tokens = held.cached_tokens, None
             logprob, top = _logprobs(output.new_logprobs, place, held.given.sampling.logprobs)
-            tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached))
+            embedding = self._executor.embeddings.pop(held.given.request_id, b"")
+            tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached, embedding=embedding))
         request_id = held.given.request_id
         if output.finish_reason is None:
             if is_whole:
@@ -276,6 +281,7 @@ class VllmEngine:
     def _fail(self, held: _Held, error: TandemError, ended: list[RequestEnd]) -> None:
         """The blocks of an export may be read: its role releases them."""
         request_id = held.given.request_id
+        self._executor.embeddings.pop(request_id, None)
         if held.given.export_from_block is None:
             del self._held[request_id]
             if request_id in self._scheduler.requests:  # else it has ended with this step

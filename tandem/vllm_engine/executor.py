@@ -13,6 +13,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import WorkerLost
 from tandem.telemetry.resource_watch import SHARED_MEMORY
+from tandem.vllm_engine.first_runner import last_states
 from tandem.vllm_engine.steps import decode, decode_masks, encode, encode_masks
 
 _BEAT, _STOP = b"beat", b"stop"
@@ -29,6 +30,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         size = self.parallel_config.world_size
         self._group: TpGroup | None = None
         self._is_constrained = False  # the last step
+        self.embeddings: dict[str, bytes] = {}  # of requests that want theirs; empty until they have a step
         if size > 1:
             self._group = TpGroup(self.rendezvous_file, self.index, size, torch.device("cpu"))
         super()._init_executor()
@@ -59,6 +61,10 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """All ranks draw, so all need what may be drawn."""
+        if self.embeddings:
+            for request_id, state in last_states(self.driver_worker).items():
+                if request_id in self.embeddings:
+                    self.embeddings[request_id] = state.float().cpu().numpy().astype("<f4", copy=False).tobytes()
         if self._group is not None and self._is_constrained:
             self._group.send(encode_masks(grammar_output))
         return super().sample_tokens(grammar_output, non_block)

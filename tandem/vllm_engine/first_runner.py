@@ -1,4 +1,6 @@
-"""vLLM's first model runner, which CPUs have, continues an answer that began elsewhere only if it is helped.
+"""vLLM's first model runner, which CPUs have: how it continues answers, and the hidden states that chose its tokens.
+
+It continues an answer that began elsewhere only if it is helped.
 
 It takes a request that is new to it for one without output, as every request is without handoffs; and it draws from a
 generator that begins with the request, so another worker would draw the noise of the first token again. Its second
@@ -51,3 +53,12 @@ def continue_answers(worker: Any) -> None:
         return add_request(request)
 
     runner._update_states, runner.input_batch.add_request = update_with_begun, add_begun
+
+
+def last_states(worker: Any) -> dict[str, torch.Tensor]:
+    """After a step and before its tokens are drawn: the hidden state at each request's last token, after the model's
+    last norm."""
+    runner = worker.model_runner
+    if runner.execute_model_state is None:
+        return {}
+    return dict(zip(runner.input_batch.req_ids, runner.execute_model_state.sample_hidden_states, strict=True))

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tandem.engine.api import EngineRequest, RequestEnd, ScoredToken, TokenOut
@@ -403,6 +404,32 @@ def test_prompts_are_scored_as_by_our_own_engine(engine: VllmEngine, rank: VllmR
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
             assert [each.token_id for each in one.top] == [each.token_id for each in other.top]
     engine.release_export(exported.request_id)
+
+
+def test_embeddings_are_those_of_our_own_engine(engine: VllmEngine, rank: VllmRank, tmp_path: Path) -> None:
+    own = EngineDriver(single_rank(rank.model_dir, tmp_path / "rendezvous").engine)
+    prompts = {f"{length}": random_prompt(length, VOCAB, length) for length in (1, 31, 32, 33, 150)}
+    for name, prompt in prompts.items():
+        own.add(name, prompt, SamplingParams(max_tokens=1, temperature=0.0, embeds=True))
+    own.run()
+    for _ in range(2):  # again behind cached prefixes
+        asked = {made(prompt, 1, salt=b"embeds", embeds=True): own.embeddings[name] for name, prompt in prompts.items()}
+        engine.add(made(random_prompt(60, VOCAB, 3), 9))
+        for request in asked:
+            engine.add(request)
+        found: dict[str, bytes] = {}
+        while engine.has_work:
+            found |= {each.request_id: each.embedding for each in engine.step().tokens if each.embedding}
+        assert found.keys() == {request.request_id for request in asked}
+        for request, embedding in asked.items():
+            one, other = (np.frombuffer(each, dtype="<f4") for each in (found[request.request_id], embedding))
+            np.testing.assert_allclose(one, other, atol=1e-3)
+    gone = made(prompts["150"], 1, embeds=True)
+    engine.add(gone)
+    engine.step()
+    assert engine.cancel(gone.request_id)
+    drain(engine)
+    assert not engine._executor.embeddings
 
 
 def test_a_reserved_prompt_is_scored_elsewhere(engine: VllmEngine) -> None:

@@ -7,8 +7,11 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from router.edge.openai.embeddings import SAMPLING as EMBEDS
+from router.requests.validation import RawRequest
 from router.testing.stub_worker import until
 from tandem.config.model import Role
 from tandem.engine.api import EngineRequest
@@ -64,10 +67,34 @@ def handoffs(live: Routed) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("tandem_handoff_seconds_count"))
 
 
-async def test_a_pair_answers_as_one_vllm_does(routed: StartRouted, model_dir: Path, expected: list[list[int]]) -> None:
+async def embeddings(live: Routed) -> list[bytes]:
+    asked = [await live.app.service.submit(RawRequest("tiny", tuple(prompt), EMBEDS)) for prompt, _ in ASKS[::3]]
+    for each in asked:
+        async for _ in each.stream:
+            pass
+    return [each.stream.embedding for each in asked]
+
+
+def embedded(rank: VllmRank, prompt: list[int], name: str) -> bytes:
+    """By one vLLM, alone."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, embeds=True)
+    rank.engine.add(EngineRequest(name, tuple(prompt), sampling, HashKey("tiny", cache_salt=name.encode())))
+    found = b""
+    while rank.engine.has_work:
+        found = found or b"".join(each.embedding for each in rank.engine.step().tokens)
+    return found
+
+
+async def test_a_pair_answers_as_one_vllm_does(
+    routed: StartRouted, model_dir: Path, expected: list[list[int]], rank: VllmRank
+) -> None:
+    alone = [embedded(rank, prompt, f"embeds-{number}") for number, (prompt, _) in enumerate(ASKS[::3])]
     async with routed(model_dir, prefill=1, decode=1, engine=ROOMY) as live:
         assert await answers(live) == expected
         await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
+        for one, other in zip(await embeddings(live), alone, strict=True):
+            np.testing.assert_allclose(np.frombuffer(one, dtype="<f4"), np.frombuffer(other, dtype="<f4"), atol=1e-4)
+        assert handoffs(live) == len(ASKS)
 
 
 async def test_narrow_workers_hand_off_to_wide_ones(

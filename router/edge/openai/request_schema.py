@@ -4,7 +4,9 @@ ignores no field that could change the answer."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator
@@ -219,18 +221,37 @@ class ChatCompletionRequest(_GenerationRequest):
         return Chat(parse_messages(self.messages), use, self.chat_template_kwargs or {}, self.reasoning_effort)
 
 
-def _prompt(given: object, check: Handler) -> object:
+def checked_prompts(field: str, most: int, given: object, check: Handler) -> object:
     """Checks a list as a whole first: otherwise each branch of the union would validate each item."""
     if isinstance(given, list) and given:
         if set(map(type, given)) == {int}:
             return given
-        if len(given) > MAX_CHOICES and not isinstance(given[0], int):
-            raise InputError(f"prompt: expected at most {MAX_CHOICES} prompts, got {len(given)}", field="prompt")
+        if len(given) > most and not isinstance(given[0], int):
+            raise InputError(
+                f"{field}: expected at most {most} texts or lists of token ids, got {len(given)}", field=field
+            )
     return check(given)
 
 
+def listed(
+    field: str, given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+) -> list[str | tuple[int, ...]]:
+    """The prompts of a field of one or several. Raises InputError."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InputError(f"{field}: expected a text or token ids, got an empty list", field=field)
+    prompts: list[Any] = list(given)
+    if isinstance(prompts[0], int):
+        return [tuple(prompts)]
+    return [each if isinstance(each, str) else tuple(each) for each in prompts]
+
+
 class CompletionRequest(_GenerationRequest):
-    prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
+    prompt: Annotated[
+        str | Items[int] | Items[str] | Items[Items[int]],
+        WrapValidator(partial(checked_prompts, "prompt", MAX_CHOICES)),
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="At most the rest of the context after the prompt. Absent: 16. 0 is for `echo` only."
     )
@@ -257,7 +278,7 @@ class CompletionRequest(_GenerationRequest):
             self.logprobs,
             self.logprobs if self.echo else None,
         )
-        prompts = self._prompts()
+        prompts = listed("prompt", self.prompt)
         if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
@@ -266,16 +287,6 @@ class CompletionRequest(_GenerationRequest):
         return [
             RawRequest(self.model, each, sampling, session, salt, echo=echo, prediction=predicted) for each in prompts
         ]
-
-    def _prompts(self) -> list[str | tuple[int, ...]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise InputError("prompt: expected a text or token ids, got an empty list", field="prompt")
-        if isinstance(prompt[0], int):
-            return [tuple(prompt)]
-        return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
 
 
 _NEUTRAL_CHAT: Neutral = {

@@ -80,6 +80,8 @@ class TokenChooser:
             and len(sequence.tokens) == before + choices
         ):
             sequence.speculation.sample, sequence.speculation.step = last, self._scheduler.speculator.step
+        if sequence.sampling.embeds:
+            tokens[first] = structs.replace(tokens[first], embedding=output.embeddings[sample])
         if chunk.proposed:
             from_prediction = sequence.speculation is not None and sequence.speculation.from_prediction
             proposals = Proposals(chunk.proposed_tokens, accepted + of_branch, from_prediction)

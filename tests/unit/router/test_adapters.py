@@ -137,7 +137,7 @@ async def test_an_adapter_is_a_model_of_its_own_name(bare: Cluster) -> None:
     assert (done.model, done.choices[0].text) == ("sql", "Hello")
     works = [*bare.prefill.works.values(), *bare.decode.works.values()]
     assert [work.adapter for work in works] == [SQL, SQL]
-    await bare.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+    await bare.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2)
     assert sorted({work.adapter for work in bare.decode.works.values()}) == ["", SQL]
     await bare.settled()
 

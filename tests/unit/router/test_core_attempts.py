@@ -247,7 +247,7 @@ class TestText:
         sampling = SamplingParams(**{"max_tokens": len(tokens)} | options)
         asked = cluster.ask(prompt, sampling, assembler=OutputAssembler(tokenizer, prompt, stop, frozenset()))
         cluster.run()
-        if breaks:
+        if breaks and sampling.max_tokens > 1:  # else nothing is handed off
             assert len(cluster.worker("d0").frames("reserve")) == (asked.final.usage.completion_tokens + 1) // 2
         cluster.check_settled()
         return asked

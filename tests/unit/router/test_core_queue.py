@@ -58,7 +58,7 @@ def test_one_pump_places_no_more_than_asked_and_another_follows_for_the_rest(mon
 
     def pump() -> None:
         cluster.core.pump(8)
-        placed.append(len(cluster.worker("d0").frames("reserve")))
+        placed.append(len(cluster.worker("p0").frames("generate")))  # answers of one token
 
     monkeypatch.setattr(cluster, "pump", pump)
     cluster.add("d0")

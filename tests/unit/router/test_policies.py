@@ -184,6 +184,15 @@ def test_prompt_cached_whole_still_computes_its_last_token() -> None:
     assert worker("d", cached=64).uncached_tokens(PlacementQuery(64)) == 1
 
 
+@pytest.mark.parametrize("mode", [ALWAYS, AUTO])
+def test_an_answer_of_one_token_comes_from_the_prefill_worker_that_has_most_of_it(mode: Disaggregation) -> None:
+    query = PlacementQuery(500, is_prompt_alone=True)
+    placed = place(query, [worker("d")], [worker("p"), worker("q", cached=480)], mode)
+    assert (placed.decode.worker_id, placed.prefill) == ("q", None)
+    assert placed.reason is PlacementReason.LOCAL_PROMPT_ALONE
+    assert place(query, [worker("d")], [], mode).decode.worker_id == "d"
+
+
 def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() -> None:
     decode = worker("decode-0")
     unlinked = structs.replace(worker("prefill-0"), reaches=frozenset({("decode-0", 99)}))
