@@ -19,7 +19,6 @@ _ADAPTER_RANK, _ADAPTERS_IN_BATCH, _ADAPTERS_KEPT = 16, 8, 32
 # What vLLM has under names of its own, or not at all.
 _OF_TANDEM = (
     "weights",
-    "kv_dtype",
     "kernels",
     "batch_invariant",
     "host_kv_memory_bytes",
@@ -55,7 +54,7 @@ class EngineSpec(Frozen):
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="Format of the KV cache. auto: `dtype`. int8 (CPU, float32): one scale per token and head. fp8: "
-        "e4m3 without scales, values clipped to ±448.",
+        "e4m3 without scales, values clipped to ±448. vLLM takes auto and fp8, with the scales of the checkpoint.",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="CPU kernels in float32. native: Tandem's, compiled at first use. torch: torch's own."
@@ -158,6 +157,8 @@ class EngineSpec(Frozen):
                     raise ValueError(
                         f"{name}: expected none with kind vllm, got {value}: set what vLLM has for it in `vllm`"
                     )
+            if self.kv_dtype == "int8":
+                raise ValueError("kv_dtype: expected auto or fp8 with kind vllm, got int8")
             if self.block_tokens % 32:
                 raise ValueError(f"block_tokens: expected 32, 64 or 128 with kind vllm, got {self.block_tokens}")
         return self

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.model_executor.models.utils import extract_layer_index
@@ -24,7 +25,7 @@ from tandem.scheduler.plan import ExportRange
 from tandem.vllm_engine.exports import Export
 
 SHARED = "tandem"  # the key of the extra settings
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "float8_e4m3"}  # as vLLM keeps fp8
 
 
 @dataclass(slots=True)

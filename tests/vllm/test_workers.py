@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from router.edge.openai.embeddings import SAMPLING as EMBEDS
 from router.requests.validation import RawRequest
@@ -95,6 +96,16 @@ async def test_a_pair_answers_as_one_vllm_does(
         for one, other in zip(await embeddings(live), alone, strict=True):
             np.testing.assert_allclose(np.frombuffer(one, dtype="<f4"), np.frombuffer(other, dtype="<f4"), atol=1e-4)
         assert handoffs(live) == len(ASKS)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 KV needs AVX-512")
+async def test_kv_in_fp8_is_handed_off(routed: StartRouted, model_dir: Path) -> None:
+    eight = ROOMY.model_copy(update={"kv_dtype": "fp8"})
+    async with routed(model_dir, prefill=0, decode=1, engine=eight) as live:
+        alone = await answers(live)
+    async with routed(model_dir, prefill=1, decode=1, engine=eight) as live:
+        assert await answers(live) == alone
+        await until(lambda: handoffs(live) == len(ASKS))
 
 
 async def test_narrow_workers_hand_off_to_wide_ones(

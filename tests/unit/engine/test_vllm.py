@@ -79,6 +79,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"vllm": {"seed": 1}}, "vllm: expected none with kind tandem, got seed"),
         ({"kind": "vllm"}, "block_tokens: expected 32, 64 or 128 with kind vllm, got 16"),
         ({"kind": "vllm", "block_tokens": 32, "weights": "int8"}, "weights: expected none with kind vllm, got int8"),
+        ({"kind": "vllm", "block_tokens": 32, "kv_dtype": "int8"}, "kv_dtype: expected auto or fp8 with kind vllm"),
         ({"kind": "vllm", "block_tokens": 32, "speculation": "lookup"}, "speculation: expected none with kind vllm"),
         ({"kind": "vllm", "block_tokens": 32, "longest_step_s": 1}, "longest_step_s: expected none with kind vllm"),
         ({"kind": "vllm", "block_tokens": 32, "device": "cuda"}, "device: expected cpu with kind vllm"),
