@@ -35,7 +35,7 @@ class Observers:
     ) -> None:
         self.traces = Traces(fleet)
         self.tap = RequestTap(self.traces)
-        self.demand = DemandMeter(classes)
+        self.demand = DemandMeter(classes, fleet)
         self.statistics = StatisticsMeter()
         self.traces.subscribe(facts)
         RequestLog(self.traces).subscribe(facts)

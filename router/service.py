@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from router.requests.validation import (
     prompt_chars,
 )
 from router.texts.chat import Chat
-from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
+from tandem.errors import InputError, ModelNotFound, OverloadedError, RateLimited, TandemError
 from tandem.text.words import plural
 from tandem.v1 import cluster_pb2
 
@@ -39,6 +39,8 @@ MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
 SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
+PART_WAIT_S = 60.0  # without a deadline, for room in the queue
+PART_RETRY_S = 0.1
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 
 
@@ -143,17 +145,66 @@ class RouterService:
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice. Only
         choice 0 gets the prompt's logprobs.
         """
-        total = len(raws) * choices
-        _check_predictions(raws, total)
-        parsed: list[tuple[ServingModel, ValidRequest]] = []
-        for raw in raws:
-            if parsed:
-                await asyncio.sleep(0)  # a short prompt is parsed on the event loop; many take long
-            parsed.append(await self._parse(raw, terms, model_required=True, request_id=request_id))
+        _check_predictions(raws, len(raws) * choices)
+        parsed = await self._parse_all(raws, request_id, terms)
         requests = fit_logprobs([request for _, request in parsed], raws, choices)
         parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
         self._check_answers(requests, choices)
         self._check_limits(requests, terms)
+        return await self._submit_parsed(parsed, choices, request_id, terms)
+
+    async def submit_in_parts(
+        self,
+        raws: Sequence[RawRequest],
+        fields: Sequence[str],
+        most: int,
+        request_id: str,
+        terms: RequestTerms,
+    ) -> AsyncGenerator[Answers]:
+        """As `submit_all`, at most `most` at a time: the next ones are submitted when the caller asks for them. All are
+        parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue has no room waits
+        for it, unless it is the first."""
+        parsed = await self._parse_all(raws, request_id, terms, fields)
+        self._check_limits([request for _, request in parsed], terms)
+        end_s = terms.deadline_s or time.monotonic() + PART_WAIT_S
+        for at in range(0, len(parsed), most):
+            part_id = request_id if len(parsed) <= most else f"{request_id}-part{at // most}"
+            while True:
+                try:
+                    answers = await self._submit_parsed(parsed[at : at + most], 1, part_id, terms)
+                    break
+                except OverloadedError as error:
+                    if not at or time.monotonic() > end_s:
+                        raise
+                    delay_s = error.retry_after_s or 0.0
+                await asyncio.sleep(min(max(delay_s, PART_RETRY_S), 1.0))
+            yield answers
+
+    async def _parse_all(
+        self, raws: Sequence[RawRequest], request_id: str, terms: RequestTerms | None, fields: Sequence[str] = ()
+    ) -> list[tuple[ServingModel, ValidRequest]]:
+        parsed: list[tuple[ServingModel, ValidRequest]] = []
+        for number, raw in enumerate(raws):
+            if number:
+                await asyncio.sleep(0)  # a short prompt is parsed on the event loop; many take long
+            try:
+                parsed.append(await self._parse(raw, terms, model_required=True, request_id=request_id))
+            except InputError as error:
+                if not fields or error.field != "prompt":
+                    raise
+                raise type(error)(
+                    error.message.replace("prompt:", f"{fields[number]}:", 1), field=fields[number]
+                ) from None
+        return parsed
+
+    async def _submit_parsed(
+        self,
+        parsed: Sequence[tuple[ServingModel, ValidRequest]],
+        choices: int,
+        request_id: str,
+        terms: RequestTerms | None,
+    ) -> Answers:
+        total = len(parsed) * choices
         submitted: list[SubmittedRequest] = []
         slice_tokens, began_s = 0, time.monotonic()
         try:
@@ -170,7 +221,7 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._count_prompts(parsed[0][0], requests, terms)
+        self._count_prompts(parsed[0][0], [request for _, request in parsed], terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(

@@ -47,10 +47,8 @@ from router.edge.openai.embeddings import (
     EmbeddingUsage,
     RerankRequest,
     ScoreRequest,
-    check_numbers,
     embedding_list,
     ranked_list,
-    renamed,
     score_list,
     vectors,
 )
@@ -199,30 +197,29 @@ class HttpEdge:
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def embeddings(self, request: Request) -> Response:
-        parsed, found = await self._embedded(request, EmbeddingRequest, "input")
+        parsed, found = await self._embedded(request, EmbeddingRequest)
         return JsonSlices(json_pieces(embedding_list(parsed, found)), self._service.executor)
 
     async def score(self, request: Request) -> Response:
-        parsed, found = await self._embedded(request, ScoreRequest, "text_2")
+        parsed, found = await self._embedded(request, ScoreRequest)
         return JsonSlices(json_pieces(score_list(parsed, found)), self._service.executor)
 
     async def rerank(self, request: Request) -> Response:
-        parsed, found = await self._embedded(request, RerankRequest, "documents")
+        parsed, found = await self._embedded(request, RerankRequest)
         return JsonSlices(json_pieces(ranked_list(parsed, found)), self._service.executor)
 
-    async def _embedded(self, request: Request, kind: type[Embeds], field: str) -> tuple[Embeds, Embedded]:
-        """The body, and the embeddings of its texts, some at a time. `field`: that they are in."""
+    async def _embedded(self, request: Request, kind: type[Embeds]) -> tuple[Embeds, Embedded]:
+        """The body, and the embeddings of its texts, some at a time."""
         call, answer_id = call_of(request.scope), request.scope["request_id"]
         terms = self._service.terms(request.headers.get, call=call)
         parsed, raws = await self._parsed(request, kind, kind.parse)
         model = self._service.model(parsed.model, call)
+        parsed.check_size(model.hidden_size)
         connection: Connection = request.scope[SCOPE_KEY]
         found, tokens = [], 0
-        try:
-            check_numbers(field, len(raws), model.hidden_size, parsed.dimensions)
-            for at in range(0, len(raws), EMBEDDED_AT_ONCE):
-                part_id = f"{answer_id}-part{at // EMBEDDED_AT_ONCE}" if len(raws) > EMBEDDED_AT_ONCE else answer_id
-                answers = await self._service.submit_all(raws[at : at + EMBEDDED_AT_ONCE], 1, part_id, terms)
+        parts = self._service.submit_in_parts(raws, parsed.fields, EMBEDDED_AT_ONCE, answer_id, terms)
+        async with aclosing(parts):
+            async for answers in parts:
                 connection.when_lost(answers.cancel)
                 try:
                     await answers.collect()
@@ -231,8 +228,6 @@ class HttpEdge:
                     connection.when_lost(None)
                 found += [each.stream.embedding for each in answers.submitted]
                 tokens += answers.prompt_tokens
-        except InputError as error:
-            raise renamed(error, field) from None
         made = partial(vectors, found, parsed.dimensions)
         rows = await asyncio.get_running_loop().run_in_executor(self._service.executor, made)
         return parsed, Embedded(answer_id, model.name, rows, EmbeddingUsage(tokens, tokens))

@@ -24,7 +24,8 @@ _SLOW = (SloOutcome.MISSED_TPOT, SloOutcome.MISSED_BOTH)
 class DemandMeter:
     """Every event costs O(1); `report` reads the queue and the fleet."""
 
-    def __init__(self, classes: Sequence[ClassSpec]) -> None:
+    def __init__(self, classes: Sequence[ClassSpec], fleet: Fleet) -> None:
+        self._fleet = fleet
         self._classes = {each.name: each for each in classes if not each.batch}
         self._models: dict[str, trace_pb2.ModelDemand] = {}
         self._epoch = secrets.randbits(62) + 1
@@ -46,7 +47,8 @@ class DemandMeter:
             demand.first_tokens += 1
             demand.prefilled_tokens += run.request.prompt_tokens
             demand.cached_tokens += run.cached_tokens
-            if run.prefill is None:
+            worker = self._fleet.find(fact.worker)
+            if run.prefill is None and worker is not None and worker.role is Role.DECODE:
                 demand.local_tokens += run.request.prompt_tokens - run.cached_tokens
             demand.ttft_s += now_s - run.received_s
 

@@ -65,7 +65,7 @@ class PaceObserver:
             decode.decoded(self._fleet.running_requests_of(run.decode), len(fact.gaps_s), sum(fact.gaps_s))
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
-        if fact.final is not None:
+        if fact.final is not None and run.request.sampling.max_tokens > 1:  # else it says nothing of others' answers
             self._fleet.estimates.answered(run.request.model, fact.usage.completion_tokens)
 
     def _decode(self, run: RequestRun) -> WorkerEstimates | None:

@@ -74,8 +74,6 @@ class PlacementPolicy:
             return WaitReason.NO_DECODE_WORKER
         if self.disaggregation is Disaggregation.NEVER:
             prefill_workers = ()
-        if query.is_prompt_alone and prefill_workers:
-            return self._place_alone(query, prefill_workers)
         query = self._with_prefill_time(query, prefill_workers)
         decode = self.decode.choose(query, decode_workers)
         if decode is None:
@@ -84,13 +82,6 @@ class PlacementPolicy:
         if len(reachable) < len(prefill_workers):
             query = self._with_prefill_time(query, reachable)
         return self._place_prefill(replace(query, decode=decode), decode, reachable)
-
-    def _place_alone(self, query: PlacementQuery, prefill_workers: Sequence[Candidate]) -> Placement | WaitReason:
-        """At a prefill worker that gives the answer: nothing is handed off."""
-        worker = self.decode.choose(query, prefill_workers)
-        if worker is None or not self.prefill_room.keep(query, worker):
-            return WaitReason.PREFILL_FULL
-        return Placement(worker, None, PlacementReason.LOCAL_PROMPT_ALONE)
 
     def _place_prefill(
         self, query: PlacementQuery, decode: Candidate, prefill_workers: Sequence[Candidate]
@@ -101,6 +92,8 @@ class PlacementPolicy:
                 return WaitReason.PREFILL_FULL
             return Placement(decode, None, local)
         prefill = self.prefill.choose(query, prefill_workers)
+        if prefill is not None and query.is_prompt_alone:
+            return Placement(prefill, None, PlacementReason.PROMPT_ALONE)
         if prefill is not None:
             return Placement(decode, prefill, self._handoff_reason(query, decode))
         if self.disaggregation is Disaggregation.AUTO and self.local.stands_in(query, decode):

@@ -81,11 +81,11 @@ class PlacementReason(StrEnum):
 
     LOCAL_CONFIGURED = "local_configured"  # disaggregation: never
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
-    LOCAL_PROMPT_ALONE = "local_prompt_alone"  # an answer of one token, from a prefill worker
     LOCAL_PREFILL_FAILED = "local_prefill_failed"  # every prefill worker failed this request
     LOCAL_SHORT_SUFFIX = "local_short_suffix"  # at most router.local_prefill_max_tokens to compute
     LOCAL_SOONER = "local_sooner"  # predicted to be clearly sooner
     LOCAL_PREFILL_FULL = "local_prefill_full"  # only the decode worker has room
+    PROMPT_ALONE = "prompt_alone"  # the prefill worker gives the whole answer
     HANDOFF_CONFIGURED = "handoff_configured"  # disaggregation: always
     HANDOFF_LONG_SUFFIX = "handoff_long_suffix"  # the policy predicts no times, and the suffix is not short
     HANDOFF_AS_SOON = "handoff_as_soon"  # local prefill would not be clearly sooner

@@ -25,13 +25,13 @@ class HealthFromRequests:
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
         """Prefill latency counts from the later of the prompt's dispatch and the end of the previous prompt."""
-        worker = self._fleet.find(fact.worker)
-        if run.prefill is None or run not in self._placer or worker is None:
+        if (worker := self._fleet.find(fact.worker)) is None:
+            return
+        began_s, worker.last_prefill_s = max(fact.sent_s, worker.last_prefill_s), now_s
+        if run.prefill is None or run not in self._placer:
             return
         tokens = self._placer.prefill_tokens(run)
-        began_s = max(fact.sent_s, worker.last_prefill_s)
         latency_s = (now_s - began_s) * LATENCY_TOKENS / max(tokens, LATENCY_TOKENS)
-        worker.last_prefill_s = now_s
         self._fleet.health.succeeded(worker.key, now_s, latency_s)
 
     def _blamed(self, run: RequestRun, fact: act.WorkersBlamed, now_s: float) -> None:

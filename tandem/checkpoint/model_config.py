@@ -111,11 +111,15 @@ class ModelConfig:
         return max(1, self.kv_heads // tp)
 
 
-def pools_last_token(model_dir: Path) -> bool:
-    """Whether a text's embedding is the last hidden state of its last token. A checkpoint of sentence-transformers says
-    it; without that it is so, as in models that answer. Raises CheckpointError naming the file."""
-    path = model_dir / "1_Pooling" / "config.json"
-    return not path.exists() or read_json_object(path).get("pooling_mode_lasttoken") is True
+def embeds_by_last_token(model_dir: Path) -> bool:
+    """Whether a text's embedding is the last hidden state of its last token. A checkpoint of sentence-transformers may
+    ask for another pooling, more layers after it, or attention in both directions. Raises CheckpointError naming the
+    file."""
+    pooling = model_dir / "1_Pooling" / "config.json"
+    if pooling.exists() and read_json_object(pooling).get("pooling_mode_lasttoken") is not True:
+        return False
+    is_causal = read_json_object(model_dir / "config.json").get("is_causal") is not False
+    return is_causal and not (model_dir / "2_Dense").exists()
 
 
 def fingerprint(model_dir: Path) -> str:

@@ -37,7 +37,13 @@ TEXT_FILES: Final = (  # all that routers read
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-_HUB_FILES: Final = (*TEXT_FILES, "*.safetensors", "*.safetensors.index.json", "1_Pooling/config.json")
+_HUB_FILES: Final = (
+    *TEXT_FILES,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "1_Pooling/config.json",
+    "2_Dense/config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.checkpoint.model_config import ModelConfig, pools_last_token
+from tandem.checkpoint.model_config import ModelConfig, embeds_by_last_token
 from tandem.config.engine import EngineSpec
 from tandem.engine.api import Capability, KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
@@ -194,7 +194,7 @@ def build_rank(
             group.send_step if group else None,
             group.check_failed_alike if group else None,
             Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
-            lacks=frozenset() if pools_last_token(model_dir) else frozenset({Capability.EMBEDDINGS}),
+            lacks=frozenset() if embeds_by_last_token(model_dir) else frozenset({Capability.EMBEDDINGS}),
         )
     return Rank(config, model, layout, pool, max_model_tokens, _work_shape(config, spec, layout), runner, group, leader)
 

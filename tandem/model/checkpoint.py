@@ -41,8 +41,11 @@ class Checkpoint:
 
     @classmethod
     @contextmanager
-    def open(cls, model_dir: Path, device: torch.device | None = None) -> Iterator[Checkpoint]:
-        """`device`: where tensors are read to; None: the CPU."""
+    def open(
+        cls, model_dir: Path, device: torch.device | None = None, *, may_be_body: bool = False
+    ) -> Iterator[Checkpoint]:
+        """`device`: where tensors are read to; None: the CPU. `may_be_body`: names may lack the model around them, as
+        sentence-transformers writes them."""
         with ExitStack() as stack:
             files: dict[str, tuple[Path, Any]] = {}
             for path, promised in _files(model_dir).items():
@@ -52,7 +55,8 @@ class Checkpoint:
                 if missing:
                     raise CheckpointError(f"{path}: expected tensor {missing[0]}, listed in {INDEX_FILE}, found none")
                 files.update({name: (path, opened) for name in (promised or held)})
-            if is_body := _EMBEDDING in files:  # without the model around it, as models of embeddings are often written
+            is_body = may_be_body and _EMBEDDING in files
+            if is_body:
                 files = {f"{_BODY}{name}": each for name, each in files.items()}
             yield cls(files, model_dir, device, is_body=is_body)
 

@@ -44,7 +44,7 @@ def load_model(
     config.check_tp(tp.size)
     device = torch.device(device)
     traits = config.traits
-    with Checkpoint.open(model_dir, device) as checkpoint, torch.inference_mode():
+    with Checkpoint.open(model_dir, device, may_be_body=True) as checkpoint, torch.inference_mode():
         matrix = matrix or MatrixMaker()
         ops = choose_ops(matrix.kernels, device, dtype)
         reader = WeightReader(checkpoint, config, tp, device, dtype, ops, matrix)

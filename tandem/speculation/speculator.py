@@ -193,35 +193,43 @@ class Speculator:
     def _with_branches(
         self, candidates: Sequence[Candidate], drafts: list[Draft | None], step: Step
     ) -> list[Draft | None]:
-        """The drafts with branches, the ones that give most for what they cost first, as long as they pay."""
-        drafted = sum(each.count for each in drafts if each is not None)
-        counted = Step(step.tokens + drafted, step.answered, step.room - drafted)
+        """The drafts with branches, those that give most for what they cost first, as long as they pay."""
+        fixed_s, token_s = self.costs.line()
+        pass_s, row_s = self._pass_line(fixed_s, token_s)
+        chances = [self._acceptance.of(each.state.rate, each.state.kind) for each in candidates]
+        counts = [0 if each is None else each.count for each in drafts]
+        drafted = sum(counts)
+        room, seconds = step.room - drafted, fixed_s + pass_s + token_s * step.tokens + (token_s + row_s) * drafted
+        answered = step.answered + sum(
+            chance**depth for chance, count in zip(chances, counts, strict=True) for depth in range(1, count + 1)
+        )
+        least = _MARGIN * token_s * answered / seconds if self._adaptive else 0.0  # tokens that a row has to give
+        most = [count if each.may_branch else 0 for each, count in zip(candidates, counts, strict=True)]
+        worths = sorted(self._worths(chances, most, least), key=lambda each: -each.gain / each.rows)
         found = [list[Branch]() for _ in drafts]
-        for worth in sorted(self._worths(candidates, drafts, counted), key=lambda each: -each.gain / each.rows):
-            if worth.rows <= counted.room and len(found[worth.number]) < self._most_branches:
+        for worth in worths:
+            if self._adaptive and worth.gain * seconds <= _MARGIN * token_s * worth.rows * answered:
+                break
+            if worth.rows <= room and len(found[worth.number]) < self._most_branches:
                 found[worth.number].append(worth.branch)
-                counted = Step(counted.tokens + worth.rows, counted.answered, counted.room - worth.rows)
+                room, answered, seconds = room - worth.rows, answered + worth.gain, seconds + token_s * worth.rows
         return [
             each and msgspec.structs.replace(each, beside=self._most_branches, branches=tuple(branches))
             for each, branches in zip(drafts, found, strict=True)
         ]
 
-    def _worths(self, candidates: Sequence[Candidate], drafts: Sequence[Draft | None], step: Step) -> Iterator[_Worth]:
-        """Of the branches that pay by themselves."""
-        fixed_s, token_s = self.costs.line()
-        least = 0.0  # tokens that a row has to give
-        if self._adaptive:
-            least = _MARGIN * token_s * step.answered / (fixed_s + token_s * step.tokens)
+    def _worths(self, chances: Sequence[float], most: Sequence[int], least: float) -> Iterator[_Worth]:
+        """Of the branches of at most `most` tokens that give more than `least` for each of their rows."""
         ranks = [rate.value(prior=0.1, weight=4.0) for rate in self._beside]
-        for number, (candidate, draft) in enumerate(zip(candidates, drafts, strict=True)):
-            if draft is None or not candidate.may_branch:
-                continue
-            chance = self._acceptance.of(candidate.state.rate, candidate.state.kind)
-            for shared in range(draft.count):
+        for number, (chance, longest) in enumerate(zip(chances, most, strict=True)):
+            for shared in range(longest):
+                wrong_here = chance**shared * (1 - chance)
+                if wrong_here * (longest - shared) <= 2 * least:
+                    break  # of later places too
                 for rank, right in enumerate(ranks, 1):
-                    gain = each = chance**shared * (1 - chance) * right
+                    gain = each = wrong_here * right
                     count = shared + 1
-                    while count < draft.count and each * chance > least:
+                    while count < longest and each * chance > least:
                         each *= chance
                         gain, count = gain + each, count + 1
                     if gain > least * (1 + count):

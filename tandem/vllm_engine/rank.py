@@ -11,7 +11,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
-from tandem.checkpoint.model_config import ModelConfig, pools_last_token
+from tandem.checkpoint.model_config import ModelConfig, embeds_by_last_token
 from tandem.config.launch import WorkerLaunch
 from tandem.engine.api import KvExporter
 from tandem.engine.kv_pool import KvPool
@@ -98,6 +98,6 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
             Grammars(partial(GrammarCompiler.load, model_dir, model.get_vocab_size(), sorted(sizes.eos_token_ids))),
             vocab_size=model.get_vocab_size(),
             max_model_tokens=model.max_model_len,
-            embeds=not config.use_v2_model_runner and pools_last_token(model_dir),
+            embeds=not config.use_v2_model_runner and embeds_by_last_token(model_dir),
         )
     return VllmRank(model_dir, layout, shared.pool, shape, kv_heads, model.max_model_len, core, leader)

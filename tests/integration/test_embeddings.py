@@ -61,7 +61,7 @@ async def test_the_official_client_gets_embeddings(routed: StartRouted, tiny: Pa
             np.testing.assert_allclose(found.data[-1].embedding, expected(tiny, many[-1]), atol=1e-4)
         rendered = live.app.metrics.render().decode()
         assert 'reason="handoff_configured"} 0.0' in rendered
-        assert ('reason="local_prompt_alone"} 0.0' not in rendered) == bool(prefill)
+        assert ('reason="prompt_alone"} 0.0' not in rendered) == bool(prefill)
 
 
 async def test_texts_are_scored_and_ranked(routed: StartRouted, tiny: Path) -> None:
@@ -109,6 +109,11 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/rerank", {"query": "a", "documents": []}, "documents", "at least 1 item"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "expected at least 1"),
     ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents", "expected"),
+    ("/embeddings", {"input": ["a"] * 70 + [""]}, "input.70", "input.70: expected at least one token"),
+    ("/score", {"text_1": ["a", ""], "text_2": ["a", "b"]}, "text_1.1", "expected at least one token"),
+    ("/score", {"text_1": "a", "text_2": "x y " * 9000}, "text_2", "maximum context length"),
+    ("/rerank", {"query": "", "documents": ["b"]}, "query", "expected at least one token"),
+    ("/rerank", {"query": "a", "documents": ["b", {"text": ""}]}, "documents.1", "expected at least one token"),
 ]
 
 

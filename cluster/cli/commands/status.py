@@ -48,7 +48,6 @@ WHY_LOCAL = {
     PlacementReason.LOCAL_PREFILL_FULL: "no prefill worker had room",
     PlacementReason.LOCAL_NO_PREFILL_WORKER: "no prefill worker was ready",
     PlacementReason.LOCAL_PREFILL_FAILED: "every prefill worker had failed the request",
-    PlacementReason.LOCAL_PROMPT_ALONE: "of an answer of one token, by a prefill worker",
     PlacementReason.LOCAL_CONFIGURED: "router.disaggregation is never",
 }
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 from pydantic import Field, WrapValidator
 
-from router.edge.json_slices import one_by_one
+from router.edge.json_slices import on_demand, one_by_one
 from router.edge.openai.answer_schema import AnswerStruct, Count
 from router.edge.openai.request_schema import CacheSalt, checked_prompts, listed
 from router.edge.openai.strict_model import Items, Neutral, StrictModel, at_most, equals, never, refuse_unsupported
@@ -25,7 +25,7 @@ from router.requests.validation import RawRequest, RawSampling
 from tandem.errors import InputError, InternalError
 
 MAX_INPUTS = 2048  # of a call, as in OpenAI's API
-MAX_NUMBERS = 1 << 22  # in an answer: inputs times dimensions
+MAX_NUMBERS = 1 << 22  # in an answer: inputs times dimensions, about 80 MB of JSON
 SAMPLING = RawSampling(max_tokens=1, temperature=0.0, embeds=True)
 
 Vectors = NDArray[np.float32]  # [texts, dimensions]
@@ -40,6 +40,14 @@ class _EmbeddingFields(StrictModel):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Only the first numbers of each embedding, for models that were trained for it."
     )
+
+    def check_size(self, hidden_size: int) -> None:
+        """Raises InputError for more dimensions than the model has, and for an answer that is too large."""
+        if self.dimensions is not None and self.dimensions > hidden_size:
+            raise InputError(
+                f"dimensions: expected at most {hidden_size}, as many as the model has, got {self.dimensions}",
+                field="dimensions",
+            )
 
     def _raw(self, text: str | tuple[int, ...]) -> RawRequest:
         return RawRequest(self.model, text, SAMPLING, self.user or "", self.cache_salt or "")
@@ -56,6 +64,21 @@ class EmbeddingRequest(_EmbeddingFields):
         """Raises InputError, UnsupportedField."""
         refuse_unsupported(self, _NEUTRAL | {"add_special_tokens": equals(True)})
         return [self._raw(each) for each in listed("input", self.input)]
+
+    @property
+    def fields(self) -> list[str]:
+        """Of the texts, one by one."""
+        return _numbered("input", self.input)
+
+    def check_size(self, hidden_size: int) -> None:
+        super().check_size(hidden_size)
+        texts, each = len(self.fields), self.dimensions or hidden_size
+        if texts * each > MAX_NUMBERS:
+            raise InputError(
+                f"input: expected at most {MAX_NUMBERS // each} texts at a time with embeddings of {each} numbers, got "
+                f"{texts}: send them in several calls",
+                field="input",
+            )
 
 
 class ScoreRequest(_EmbeddingFields):
@@ -74,6 +97,10 @@ class ScoreRequest(_EmbeddingFields):
                 field="text_2",
             )
         return [self._raw(each) for each in (*first, *second)]
+
+    @property
+    def fields(self) -> list[str]:
+        return [*_numbered("text_1", self.text_1), *_numbered("text_2", self.text_2)]
 
     @property
     def texts(self) -> tuple[list[str], list[str]]:
@@ -97,8 +124,18 @@ class RerankRequest(_EmbeddingFields):
         return [self._raw(each) for each in (self.query, *self.texts)]
 
     @property
+    def fields(self) -> list[str]:
+        return ["query", *_numbered("documents", self.documents)]
+
+    @property
     def texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+def _numbered(field: str, given: str | Sequence[object]) -> list[str]:
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [field]
+    return [f"{field}.{number}" for number in range(len(given))]
 
 
 _NEUTRAL: Neutral = {"truncate_prompt_tokens": never}
@@ -156,28 +193,6 @@ class RankedList(AnswerStruct):
     usage: EmbeddingUsage
 
 
-def check_numbers(field: str, texts: int, hidden_size: int, dimensions: int | None = None) -> None:
-    """Raises InputError for more dimensions than the model has, and for an answer that is too large."""
-    if dimensions is not None and dimensions > hidden_size:
-        raise InputError(
-            f"dimensions: expected at most {hidden_size}, as many as the model has, got {dimensions}",
-            field="dimensions",
-        )
-    if texts * hidden_size > MAX_NUMBERS:
-        raise InputError(
-            f"{field}: expected at most {MAX_NUMBERS // hidden_size} texts at a time for this model, whose embeddings "
-            f"have {hidden_size} numbers, got {texts}: send them in several calls",
-            field=field,
-        )
-
-
-def renamed(error: InputError, field: str) -> InputError:
-    """Of a text that is no `prompt` for the client."""
-    if error.field != "prompt":
-        return error
-    return type(error)(error.message.replace("prompt:", f"{field}:", 1), field=field)
-
-
 def vectors(embeddings: Sequence[bytes], dimensions: int | None = None) -> Vectors:
     """Scaled to length 1. Raises InternalError for one that is missing."""
     if not all(embeddings):
@@ -220,8 +235,8 @@ def ranked_list(given: RerankRequest, found: Embedded) -> RankedList:
     scores, texts = found.rows[1:] @ found.rows[0], given.texts
     order = np.argsort(-scores, kind="stable")[: given.top_n]
     shows = given.return_documents is not False
-    results = [
-        Ranked(number, float(scores[number]), RankedText(texts[number]) if shows else UNSET)
-        for number in order.tolist()
-    ]
-    return RankedList(found.answer_id, found.model, results, found.usage)
+
+    def made(number: int) -> Ranked:
+        return Ranked(number, float(scores[number]), RankedText(texts[number]) if shows else UNSET)
+
+    return RankedList(found.answer_id, found.model, on_demand(made, order.tolist()), found.usage)

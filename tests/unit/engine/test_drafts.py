@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
@@ -376,3 +376,13 @@ def test_parts_of_another_model_are_refused(make: Callable[..., Rank], tmp_path:
 def test_what_a_proposer_needs_and_does_not_take(options: Speculates, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         EngineSpec.model_validate(options)
+
+
+def test_an_eagle_head_with_the_models_embedding_is_read(
+    make: Callable[..., Rank], model_dir: Path, tmp_path: Path
+) -> None:
+    """As published heads often have it."""
+    head = write_tiny_eagle(tmp_path / "head", model_dir)
+    with_embedding = load_file(head / "model.safetensors") | {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    save_file(with_embedding, head / "model.safetensors")
+    assert make(speculation="eagle3", speculation_model=str(head)).engine.proposer == "eagle3"

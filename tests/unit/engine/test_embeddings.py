@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
+from tandem.engine.api import Capability
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device.graph_recorder import EagerRecorder
@@ -73,3 +75,17 @@ def test_a_checkpoint_without_the_model_around_it_is_read(tmp_path: Path) -> Non
     (body / "1_Pooling").mkdir()
     (body / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     check(EngineDriver(single_rank(body, tmp_path / "a").engine), whole)
+
+
+@pytest.mark.parametrize("why", ["pooling", "dense", "both directions"])
+def test_a_checkpoint_whose_embeddings_are_others_gives_none(tmp_path: Path, why: str) -> None:
+    model = write_tiny_llama(tmp_path / "model", vocab=VOCAB, seed=1)
+    if why == "pooling":
+        (model / "1_Pooling").mkdir()
+        (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    elif why == "dense":
+        (model / "2_Dense").mkdir()
+    else:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    assert Capability.EMBEDDINGS not in single_rank(model, tmp_path / "a").engine.can

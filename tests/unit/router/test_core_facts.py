@@ -153,7 +153,8 @@ def test_batch_classes_are_left_out_of_the_demand() -> None:
     assert cluster.ends("finished") == 1
     found = demand(cluster)
     assert (found.requests, found.first_tokens, found.judged) == (0, 0, 0)
-    assert DemandMeter((ClassSpec(name="batch", batch=True),)).report((), cluster.fleet).models == []
+    meter = DemandMeter((ClassSpec(name="batch", batch=True),), cluster.fleet)
+    assert meter.report((), cluster.fleet).models == []
 
 
 # ---- paces

@@ -90,7 +90,7 @@ async def test_a_request_has_at_most_so_many_headers(cluster: Cluster, count: in
     writer.close()
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert answer.count(b"HTTP/1.1") == 1
-    assert bool(cluster.prefill.received) == (status == b"200")
+    assert bool(cluster.decode.received) == (status == b"200")
 
 
 async def test_a_connection_without_a_request_is_closed(cluster: Cluster) -> None:

@@ -189,8 +189,15 @@ def test_an_answer_of_one_token_comes_from_the_prefill_worker_that_has_most_of_i
     query = PlacementQuery(500, is_prompt_alone=True)
     placed = place(query, [worker("d")], [worker("p"), worker("q", cached=480)], mode)
     assert (placed.decode.worker_id, placed.prefill) == ("q", None)
-    assert placed.reason is PlacementReason.LOCAL_PROMPT_ALONE
+    assert placed.reason is PlacementReason.PROMPT_ALONE
     assert place(query, [worker("d")], [], mode).decode.worker_id == "d"
+    full = worker("p", outstanding=900)
+    assert place(query, [worker("d")], [full, worker("q")], mode).decode.worker_id == "q"
+    failed = structs.replace(query, excluded=frozenset({"p"}))
+    assert place(failed, [worker("d")], [worker("p")], mode).reason is PlacementReason.LOCAL_PREFILL_FAILED
+    if mode is AUTO:
+        near = worker("d", cached=480)
+        assert place(query, [near], [worker("p")], mode).decode is near
 
 
 def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() -> None:
