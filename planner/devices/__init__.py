@@ -26,6 +26,11 @@ class LinkSpec(Frozen):
         """The combined link of `ranks` ranks, each with a link of its own."""
         return LinkShape(self.bytes_per_s * ranks, self.latency_s, self.efficiency)
 
+    def slower(self, other: LinkSpec) -> LinkSpec:
+        """What a transfer from one to the other gets: the lower rate, and the longer latency."""
+        slow = min(self, other, key=lambda each: each.bytes_per_s * each.efficiency)
+        return slow.model_copy(update={"latency_s": max(self.latency_s, other.latency_s)})
+
 
 class DeviceSpec(Frozen):
     """One device and its connections."""
