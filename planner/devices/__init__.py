@@ -70,6 +70,11 @@ class DeviceSpec(Frozen):
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0, description="Price of one device. Shipped prices are round numbers of 2026: set your own."
     )
+    gpu_product: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        repr=False,  # it decides no simulation, and journals of searches are known by this text
+        description="Value of the label nvidia.com/gpu.product of Kubernetes nodes with this device.",
+    )
 
     def shared(self, share: float) -> DeviceSpec:
         """What a rank has that uses this share of the device while others use the rest. Links are not divided: their
