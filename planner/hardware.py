@@ -1,9 +1,11 @@
-"""A model on a device: the TP widths that fit, the capacity of a worker's KV pool, and the cost of its steps."""
+"""A model on a device, or on one device for each role: the TP widths that fit, the capacity of a worker's KV pool, and
+the cost of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from planner.acceptance import Acceptance
 from planner.cost import ConstrainedCostModel, CostModel, RooflineCostModel, StretchedCostModel
@@ -38,6 +40,21 @@ class Hardware:
     acceptance: Acceptance | None = None
     stretch: float = 1.0  # how many times as long as the cost model says steps take
 
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def is_mixed(self) -> bool:
+        return False
+
+    def of(self, role: Role) -> Hardware:
+        """What workers of a role run on."""
+        return self
+
+    def stretched(self, factor: float) -> Hardware:
+        return replace(self, stretch=factor)
+
     def cost(self, tp: int) -> CostModel:
         """Raises ConfigError when a measured model lacks this width."""
         cost = self._free_cost(tp)
@@ -50,13 +67,10 @@ class Hardware:
         """Mean relative error of TPOT over published measurements; None: none were made."""
         return self.device.cost_error if self.model.shape.experts is None else self.device.expert_cost_error
 
-    def cost_error(self, widths: Iterable[int]) -> float | None:
+    def cost_error(self, tp: int) -> float | None:
         """Mean relative error of step times of workers so wide where they were held against measurements; None: not
         known."""
-        if not self.measured:
-            return self.roofline_error or ROOFLINE_ERROR
-        errors = [self.measured[tp].fit_error for tp in widths]
-        return None if None in errors else max(error for error in errors if error is not None)
+        return self.measured[tp].fit_error if self.measured else self.roofline_error or ROOFLINE_ERROR
 
     def _free_cost(self, tp: int) -> CostModel:
         if self.measured:
@@ -104,21 +118,66 @@ class Hardware:
         return PoolSetup(workers, tp, self.cost(tp), tokens, acceptance=self.acceptance)
 
 
+@dataclass(frozen=True, slots=True)
+class MixedHardware:
+    """Prefill workers on one device, decode workers on another, with the same model. A worker keeps its role."""
+
+    prefill: Hardware
+    decode: Hardware
+
+    @classmethod
+    def pair(cls, prefill: Hardware, decode: Hardware) -> MixedHardware:
+        """With the slower of both links for each, which a handoff crosses. Raises ConfigError if KV of one is not KV of
+        the other."""
+        for each in (prefill, decode):
+            assert not each.measured, "the cost models contain a link"
+        if prefill.model != decode.model:
+            sizes = ", ".join(f"{each.device.element_bytes:g} in that of {each.name}" for each in (prefill, decode))
+            raise ConfigError(
+                "--device: element_bytes: expected the same in the files of both roles' devices, because a decode "
+                f"worker takes KV as the prefill worker has it; got {sizes}",
+                field="element_bytes",
+            )
+        link = prefill.device.link.slower(decode.device.link)
+        return cls(*(replace(each, device=each.device.model_copy(update={"link": link})) for each in (prefill, decode)))
+
+    @property
+    def model(self) -> PlannedModel:
+        return self.decode.model
+
+    @property
+    def name(self) -> str:
+        """Prefill before decode, as in a layout."""
+        return f"{self.prefill.name}:{self.decode.name}"
+
+    @property
+    def is_mixed(self) -> bool:
+        return True
+
+    def of(self, role: Role) -> Hardware:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def stretched(self, factor: float) -> MixedHardware:
+        return MixedHardware(self.prefill.stretched(factor), self.decode.stretched(factor))
+
+
+RoleHardware: TypeAlias = Hardware | MixedHardware
+"""`of(role)` is what its workers run on."""
+
+
 def setup_of_spec(
-    spec: ClusterSpec, hardware: Hardware, *, mean_prompt_tokens: float, trace_block: int | None
+    spec: ClusterSpec, hardware: RoleHardware, *, mean_prompt_tokens: float, trace_block: int | None
 ) -> Setup:
     """The simulator's setup of the cluster in `spec` on this hardware. Raises ConfigError."""
     if len(spec.models) != 1:
         raise ConfigError(f"models: expected one model to simulate, got {len(spec.models)}", field="models")
     model = spec.models[0]
-    check_one_cost(model)
+    check_one_cost(model, is_mixed=hardware.is_mixed)
     engine = model.engine_of(Role.DECODE)
-    hardware = replace(
-        hardware, device=hardware.device.shared(engine.device_share), model=_in_formats_of(engine, hardware.model)
-    )
+    of_role = {role: _as_served(hardware.of(role), model.engine_of(role)) for role in Role}
 
     def pool(role: Role) -> PoolSetup:
-        name, wanted, engine = role.value, model.pool(role), model.engine_of(role)
+        name, wanted, engine, hardware = role.value, model.pool(role), model.engine_of(role), of_role[role]
         if not hardware.model.fits_tp(wanted.tp):
             fitting = ", ".join(map(str, hardware.model.fitting_tps()))
             raise ConfigError(
@@ -136,7 +195,7 @@ def setup_of_spec(
         )
 
     setup = make_setup(
-        hardware,
+        of_role[Role.DECODE],
         pool(Role.PREFILL) if model.prefill.workers else None,
         pool(Role.DECODE),
         router=spec.router,
@@ -148,9 +207,15 @@ def setup_of_spec(
     return replace(
         setup,
         autoscaler=spec.autoscaler,
-        can_change_roles=model.can_change_roles,
+        can_change_roles=model.can_change_roles and not hardware.is_mixed,
         device_share=engine.device_share,
     )
+
+
+def _as_served(hardware: Hardware, engine: EngineSpec) -> Hardware:
+    """A rank's share of the device, with elements in the engine's formats."""
+    device, model = hardware.device.shared(engine.device_share), _in_formats_of(engine, hardware.model)
+    return replace(hardware, device=device, model=model)
 
 
 def _in_formats_of(engine: EngineSpec, model: PlannedModel) -> PlannedModel:
@@ -164,10 +229,24 @@ def _in_formats_of(engine: EngineSpec, model: PlannedModel) -> PlannedModel:
     return replace(model, shape=shape)
 
 
-def check_one_cost(model: ModelSpec) -> None:
-    """Raises ConfigError if the roles' engines differ in what decides the time of a step."""
+def check_one_cost(model: ModelSpec, *, is_mixed: bool = False) -> None:
+    """Raises ConfigError if the roles' engines differ in what decides the time of a step. `is_mixed`: each role has its
+    own device, and that device's format of weights."""
     prefill, decode = (model.engine_of(role) for role in Role)
-    for name in ("device", "device_share", "dtype", "weights", "kv_dtype", "threads_per_rank"):
+    if is_mixed and decode.device_share < 1:
+        field = model.engine_field(Role.DECODE, "device_share")
+        raise ConfigError(
+            f"{field}: expected 1, because roles on different devices share none, got {decode.device_share:g}",
+            field=field,
+        )
+    for name in (
+        "device",
+        "device_share",
+        "dtype",
+        *(() if is_mixed else ("weights",)),
+        "kv_dtype",
+        "threads_per_rank",
+    ):
         if getattr(prefill, name) != getattr(decode, name):
             role = Role.PREFILL if getattr(model.prefill.engine, name) is not None else Role.DECODE
             field = model.engine_field(role, name)

@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import CostModel, PrefillWork
-from planner.hardware import Hardware
+from planner.hardware import RoleHardware
 from planner.search.layout import ClusterLayout
 from planner.shapes import ModelShape
 from planner.simulator.setup import Slo
 from planner.traces.hits import cached_tokens
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 
 TOLERANCE = 1.05  # contexts are means of requests that may be served
 SMALL_PROMPTS = (16, 128)  # tokens of prompts that share a step: attention costs them next to nothing
@@ -69,7 +70,7 @@ class Analysis:
     """Bounds for one traffic on one hardware."""
 
     def __init__(
-        self, trace: TrafficTrace, hardware: Hardware, slo: Slo, attainment: float, max_running_requests: int
+        self, trace: TrafficTrace, hardware: RoleHardware, slo: Slo, attainment: float, max_running_requests: int
     ) -> None:
         self._hardware, self._slo, self._max_running = hardware, slo, max_running_requests
         self._span_s = trace.span_s
@@ -88,10 +89,10 @@ class Analysis:
         self._context = shape.context_of(seen)
         self._longest = self._at_limit(trace.prompt_tokens + trace.output_tokens)
         self._tpot_slack_s = (slo.tpot_s or 0.0) * float(decoded.max())
-        self._cost = cache(hardware.cost)
+        self._cost = cache(lambda role, tp: hardware.of(role).cost(tp))
         self._prefill_rate = cache(self._tokens_per_s)
         self._decode_rate = cache(self._decode_tokens_per_s)
-        self._alone_s = cache(lambda tp, step_tokens: prompt_s(self._cost(tp), self._long_uncached, step_tokens))
+        self._alone_s = cache(self._prompt_alone_s)
 
     def possible(self, candidates: Iterable[ClusterLayout]) -> list[ClusterLayout]:
         """The layouts that may meet the objectives."""
@@ -101,15 +102,18 @@ class Analysis:
         """Decode workers may prefill too, as the router decides."""
         ttft_s, tpot_s = self._slo.ttft_s, self._slo.tpot_s
         limit, decode_rate = self._decode_rate(layout.decode_tp)
-        use = {Limit.PROMPT_MEMORY: self._longest / max(1, self._hardware.kv_tokens(layout.decode_tp))}
+        decode, step_tokens = self._hardware.of(Role.DECODE), layout.step_tokens
+        use = {Limit.PROMPT_MEMORY: self._longest / max(1, decode.kv_tokens(layout.decode_tp))}
         if ttft_s is not None:
-            use[Limit.PREFILL_TIME] = min(self._alone_s(tp, layout.step_tokens) for tp in layout.widths) / ttft_s
-            rate = layout.decode_workers * self._prefill_rate(layout.decode_tp, layout.step_tokens)
+            alone_s = min(self._alone_s(role, tp, step_tokens) for role, tp in layout.widths)
+            use[Limit.PREFILL_TIME] = alone_s / ttft_s
+            rate = layout.decode_workers * self._prefill_rate(Role.DECODE, layout.decode_tp, step_tokens)
             if not layout.is_aggregated:
-                rate += layout.prefill_workers * self._prefill_rate(layout.prefill_tp, layout.step_tokens)
+                rate += layout.prefill_workers * self._prefill_rate(Role.PREFILL, layout.prefill_tp, step_tokens)
             use[Limit.PREFILL_LOAD] = self._prefill_tokens / (rate * (self._span_s + ttft_s))
         if tpot_s is not None and self._decoded_tokens:
-            use[Limit.DECODE_STEP] = self._cost(layout.decode_tp).decode_step_s(1, 1) / (tpot_s * self._most_per_step)
+            step_s = self._cost(Role.DECODE, layout.decode_tp).decode_step_s(1, 1)
+            use[Limit.DECODE_STEP] = step_s / (tpot_s * self._most_per_step)
         if ttft_s is not None and tpot_s is not None:
             seconds = self._span_s + ttft_s + self._tpot_slack_s
             use[limit] = self._decoded_tokens / (layout.decode_workers * seconds * decode_rate)
@@ -117,20 +121,30 @@ class Analysis:
 
     def fastest(self) -> tuple[int, int]:
         """The widths of the workers that prefill a long prompt and decode a batch first."""
-        widths, tokens = self._hardware.widths(), self._long_uncached
-        prefill = min(widths, key=lambda tp: prompt_s(self._cost(tp), tokens, tokens))
-        return prefill, min(widths, key=lambda tp: self._cost(tp).decode_step_s(32, round(32 * self._context)))
+        tokens, batch_context = self._long_uncached, round(32 * self._context)
+
+        def prefill_s(tp: int) -> float:
+            return prompt_s(self._cost(Role.PREFILL, tp), tokens, tokens)
+
+        def decode_s(tp: int) -> float:
+            return self._cost(Role.DECODE, tp).decode_step_s(32, batch_context)
+
+        prefill, decode = (self._hardware.of(role).widths() for role in (Role.PREFILL, Role.DECODE))
+        return min(prefill, key=prefill_s), min(decode, key=decode_s)
 
     @property
     def _most_per_step(self) -> float:
-        acceptance = self._hardware.acceptance
+        acceptance = self._hardware.of(Role.DECODE).acceptance
         return 1.0 if acceptance is None else acceptance.tokens + 1.0
 
-    def _tokens_per_s(self, tp: int, step_tokens: int) -> float:
+    def _prompt_alone_s(self, role: Role, tp: int, step_tokens: int) -> float:
+        return prompt_s(self._cost(role, tp), self._long_uncached, step_tokens)
+
+    def _tokens_per_s(self, role: Role, tp: int, step_tokens: int) -> float:
         """Of prefill in the cheapest steps there are: of one long prompt or of many small ones."""
         totals = [1 << power for power in range(step_tokens.bit_length()) if 1 << power < step_tokens]
         return max(
-            total / self._cost(tp).step_s([PrefillWork(size, 0)] * (total // size), 0, 0)
+            total / self._cost(role, tp).step_s([PrefillWork(size, 0)] * (total // size), 0, 0)
             for total in [*totals, step_tokens]
             for size in {min(total, size) for size in (*SMALL_PROMPTS, total)}
             if total % size == 0
@@ -138,9 +152,9 @@ class Analysis:
 
     def _decode_tokens_per_s(self, tp: int) -> tuple[Limit, float]:
         """Of one worker with the best batches within the limits, and the limit that binds."""
-        cost, tpot_s = self._cost(tp), self._slo.tpot_s
+        cost, tpot_s = self._cost(Role.DECODE, tp), self._slo.tpot_s
         most_s = math.inf if tpot_s is None else tpot_s * self._most_per_step
-        pool = int(self._hardware.kv_tokens(tp) / max(1.0, self._own_context))
+        pool = int(self._hardware.of(Role.DECODE).kv_tokens(tp) / max(1.0, self._own_context))
         most = max(1, min(self._max_running, pool))
         steps_s = {batch: cost.decode_step_s(batch, round(batch * self._context)) for batch in range(1, most + 1)}
         rate = max((batch / step_s for batch, step_s in steps_s.items() if step_s <= most_s), default=1 / steps_s[1])

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from planner.hardware import Hardware, make_setup, simulated_block_tokens
+from planner.hardware import RoleHardware, make_setup, simulated_block_tokens
 from planner.search.layout import ClusterLayout
 from planner.search.traffic import busiest
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Paper, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.config.router import RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
@@ -104,7 +105,7 @@ class Evaluator:
     router's does. `longest_step_s`: of workers that decode, with prompts beside answers."""
 
     trace: TrafficTrace
-    hardware: Hardware
+    hardware: RoleHardware
     slo: Slo
     max_running_requests: int = 256
     paper: Paper | None = None
@@ -121,11 +122,12 @@ class Evaluator:
         return _evaluation(job, result)
 
     def setup(self, layout: ClusterLayout, steps: float = 1.0) -> Setup:
-        hardware, prefixes = replace(self.hardware, stretch=steps), self.trace.prefixes
+        hardware, prefixes = self.hardware.stretched(steps), self.trace.prefixes
+        prefill, decode = hardware.of(Role.PREFILL), hardware.of(Role.DECODE)
         setup = make_setup(
-            hardware,
-            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp),
-            hardware.pool(layout.decode_workers, layout.decode_tp),
+            decode,
+            None if layout.is_aggregated else prefill.pool(layout.prefill_workers, layout.prefill_tp),
+            decode.pool(layout.decode_workers, layout.decode_tp),
             router=router_spec(layout),
             max_running_requests=self.max_running_requests,
             max_step_tokens=layout.step_tokens,

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tandem.config.model import Role
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
@@ -19,15 +21,22 @@ class ClusterLayout:
 
     @property
     def devices(self) -> int:
-        return self.prefill_workers * self.prefill_tp + self.decode_workers * self.decode_tp
+        return self.devices_of(Role.PREFILL) + self.devices_of(Role.DECODE)
+
+    def devices_of(self, role: Role) -> int:
+        if role is Role.PREFILL:
+            return self.prefill_workers * self.prefill_tp
+        return self.decode_workers * self.decode_tp
 
     @property
     def is_aggregated(self) -> bool:
         return self.prefill_workers == 0
 
     @property
-    def widths(self) -> set[int]:
-        return {self.decode_tp} if self.is_aggregated else {self.prefill_tp, self.decode_tp}
+    def widths(self) -> list[tuple[Role, int]]:
+        """TP of the workers of each role that has some."""
+        decode = (Role.DECODE, self.decode_tp)
+        return [decode] if self.is_aggregated else [(Role.PREFILL, self.prefill_tp), decode]
 
     def __str__(self) -> str:
         """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens per step."""

@@ -179,7 +179,7 @@ class PlanSearch:
             variants, resampled = [], [trials.resampled(each) for each in finalists if race.meets(each)]
             miss = explain_miss(resampled, finalists, self._everything, analysis, goal)
         else:
-            variants = trials.variants(chosen, hardware.cost_error(chosen.layout.widths))
+            variants = trials.variants(chosen, _cost_error(hardware, chosen.layout))
             resampled, miss = trials.around(chosen, finalists), None
         together, apart = ([each for each in finalists if each.layout.is_aggregated is kind] for kind in (True, False))
         return Plan(
@@ -257,3 +257,9 @@ def _widths(hardware: Hardware, max_devices: int) -> list[int]:
             field="--devices",
         )
     return widths
+
+
+def _cost_error(hardware: Hardware, layout: ClusterLayout) -> float | None:
+    """The largest of the workers' mean relative errors of step times. None: one is not known."""
+    errors = [hardware.of(role).cost_error(tp) for role, tp in layout.widths]
+    return None if None in errors else max(error for error in errors if error is not None)

@@ -18,6 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from planner.search.evaluate import Evaluation, Evaluator, Job
+from tandem.config.model import Role
 from tandem.errors import InternalError, TandemError
 
 Done = Callable[[Evaluation], None]
@@ -57,7 +58,7 @@ def fingerprint(evaluator: Evaluator) -> str:
     columns += [] if trace.label is None else [trace.label]
     for column in columns:
         digest.update(column.tobytes())
-    hardware = evaluator.hardware
+    hardware = evaluator.hardware.of(Role.DECODE)
     rest = (
         hardware.model, hardware.device, sorted(hardware.measured), hardware.acceptance, hardware.constrained,
         hardware.mask_s_per_row, trace.labels, evaluator.slo, evaluator.max_running_requests,
@@ -65,6 +66,8 @@ def fingerprint(evaluator: Evaluator) -> str:
         None if trace.prefixes is None else trace.prefixes.block_tokens,
     )  # fmt: skip
     digest.update(repr((*rest, [hardware.cost(tp) for tp in hardware.measured])).encode())
+    if evaluator.hardware.is_mixed:  # all else is the same for both roles
+        digest.update(repr(evaluator.hardware.of(Role.PREFILL).device).encode())
     return digest.hexdigest()
 
 
