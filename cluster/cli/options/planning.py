@@ -101,6 +101,12 @@ def simulate(
     config: Config = None,
     model: ModelName = None,
     device: Device = "cpu",
+    prefill_device: Annotated[
+        str | None, typer.Option(help="Device of prefill workers, if another. Default: --device.")
+    ] = None,
+    decode_device: Annotated[
+        str | None, typer.Option(help="Device of decode workers, if another. Default: --device.")
+    ] = None,
     cost: Cost = None,
     element_bytes: ElementBytes = None,
     kv_bytes: KvBytes = None,
@@ -157,6 +163,7 @@ def simulate(
     """Run a trace through a simulated cluster. Shows latencies, objectives met, and use of workers and links."""
     from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, parse_slo
     from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
+    from tandem.config.model import Role
 
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
@@ -178,6 +185,7 @@ def simulate(
         json,
         autoscale,
         paper,
+        {role: name for role, name in zip(Role, (prefill_device, decode_device), strict=True) if name is not None},
     )
     raise typer.Exit(run_simulate(flags))
 

@@ -142,6 +142,18 @@ def test_a_goal_that_nothing_meets_has_an_exit_code_of_its_own() -> None:
     assert json.loads(result.stdout)["miss"]["limit"] == "prefill_time"
 
 
+def test_simulate_takes_a_device_for_each_role() -> None:
+    goal = ["--ttft", "1", "--tpot", "0.05", "--json"]
+    mixed = ["--device", "h200", "--prefill-device", "h100"]
+    found = json.loads(run("simulate", *TRAFFIC, "--model", "llama-3-8b", *mixed, *goal).stdout)
+    assert found["cost_model"].startswith("prefill: roofline of h100 (")
+    assert "; decode: roofline of h200 (" in found["cost_model"]
+    ours = json.loads(run("simulate", *TRAFFIC, *MODEL, *goal).stdout)
+    other_way = run("simulate", *TRAFFIC, *MODEL, "--decode-device", "h200", *goal)
+    assert json.loads(other_way.stdout) == found
+    assert found["tpot_s"]["p50"] < 0.9 * ours["tpot_s"]["p50"], "more memory bandwidth"
+
+
 @pytest.mark.slow
 def test_of_several_devices_the_cheapest_is_the_plan() -> None:
     """The dearer ones, and those that the model does not fit on, are beside it."""

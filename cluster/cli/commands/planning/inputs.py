@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from planner.fitted import (
     read_measured,
     read_splitwise,
 )
-from planner.hardware import Hardware
+from planner.hardware import Hardware, MixedHardware, RoleHardware
 from planner.models import ElementSizes, find_model
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
@@ -27,6 +27,7 @@ from planner.traces.read import read_trace, with_gap_noted
 from planner.traces.rows import parse_conditions
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.errors import ConfigError
 
 SYNTHETIC = "synthetic"
@@ -209,6 +210,21 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
     )
 
 
+def load_role_hardware(flags: HardwareFlags, devices: Mapping[Role, str]) -> RoleHardware:
+    """With the devices that options of a role name; `flags.device` is that of other roles. Raises ConfigError."""
+    if not devices:
+        return load_hardware(flags)
+    if flags.cost is not None:
+        option = f"--{next(iter(devices))}-device"
+        raise ConfigError(
+            f"{option}: expected none with --cost, because {flags.cost} was measured on one device; leave out one of "
+            "them",
+            field=option,
+        )
+    prefill, decode = (load_hardware(replace(flags, device=devices.get(role, flags.device))) for role in Role)
+    return decode if prefill.device == decode.device else MixedHardware.pair(prefill, decode)
+
+
 def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
     """Reads the cost file; its content decides its format."""
     name, _, what = text.partition(":")
@@ -223,6 +239,13 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
     except ValueError:
         raise ConfigError(f"--cost: {name}: expected a CSV table or JSON", field="--cost") from None
     return read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
+
+
+def describe_costs(hardware: RoleHardware, tp: int) -> str:
+    """`tp`: of decode workers."""
+    if not hardware.is_mixed:
+        return describe_cost(hardware.of(Role.DECODE), tp)
+    return "; ".join(f"{role}: {describe_cost(hardware.of(role), tp)}" for role in Role)  # no device is measured
 
 
 def describe_cost(hardware: Hardware, tp: int) -> str:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.inputs import (
+    HardwareFlags,
+    TrafficFlags,
+    describe_costs,
+    load_role_hardware,
+    load_traffic,
+)
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec
@@ -21,12 +28,15 @@ from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Paper, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateFlags:
+    """`devices`: of the roles whose device is not that of `hardware`."""
+
     traffic: TrafficFlags
     hardware: HardwareFlags
     slo: Slo
@@ -39,6 +49,7 @@ class SimulateFlags:
     json: bool = False
     autoscale: bool = False
     paper: str | None = None
+    devices: Mapping[Role, str] = field(default_factory=dict)
 
 
 def run_simulate(flags: SimulateFlags) -> int:
@@ -51,19 +62,32 @@ def run_simulate(flags: SimulateFlags) -> int:
         "autoscaler.enabled": True if flags.autoscale else None,
     }
     spec = load_spec(flags.config, changes)
-    hardware = load_hardware(replace(flags.hardware, model=flags.hardware.model or spec.models[0].source))
+    wanted = replace(flags.hardware, model=flags.hardware.model or spec.models[0].source)
+    hardware = load_role_hardware(wanted, _devices(flags, has_prefill=bool(spec.models[0].prefill.workers)))
     trace = load_traffic(flags.traffic)
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean_tokens = float(trace.prompt_tokens.mean())
     setup = setup_of_spec(spec, hardware, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
     setup = replace(setup, faults=tuple(Fault.parse(each) for each in flags.faults), paper=_paper(flags.paper))
-    cost = describe_cost(hardware, setup.decode.tp)
+    cost = describe_costs(hardware, setup.decode.tp)
     result = _run(trace, setup, flags)
     if flags.json:
         print(json.dumps({"cost_model": cost, "paper": setup.paper, **result.to_json()}, indent=2, allow_nan=False))
     else:
         show(result, setup, cost, console())
     return 0
+
+
+def _devices(flags: SimulateFlags, *, has_prefill: bool) -> Mapping[Role, str]:
+    """Raises ConfigError for a device of workers that are not there."""
+    if has_prefill or not flags.devices:
+        return flags.devices
+    if Role.PREFILL in flags.devices:
+        raise ConfigError(
+            "--prefill-device: expected none, because the cluster has no prefill workers; add some with --prefill",
+            field="--prefill-device",
+        )
+    return dict.fromkeys(Role, flags.devices[Role.DECODE])
 
 
 def _paper(name: str | None) -> Paper | None:
