@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.hardware import Hardware
+from planner.hardware import RoleHardware
 from planner.search.goal import Goal
 from planner.search.headroom import LEAST_LOAD, Headroom
 from planner.search.plan import Plan, PlanSearch, SearchOptions
@@ -16,15 +16,15 @@ from tandem.errors import ConfigError
 
 def plan_largest_load(
     trace: TrafficTrace,
-    hardware: Hardware,
+    hardware: RoleHardware,
     goal: Goal,
     options: SearchOptions,
-    growth: float | None = None,
     progress: SearchProgress = lambda what, done, total: None,
+    growth: float | None = None,
 ) -> Plan:
     """For the largest load that a layout of up to `goal.max_devices` serves within the goal; if none serves any, for
     the least load that was tried. Raises as `make_plan` does, and ConfigError for a goal without a TTFT objective."""
-    ttft_s, devices = ttft_of(goal, "--max-load"), f"up to {goal.max_devices} x {hardware.device.name}"
+    ttft_s, devices = ttft_of(goal, "--max-load"), f"up to {goal.max_devices} x {hardware.name}"
     with PlanSearch(trace, hardware, goal, options, progress) as search:
         found = Headroom.measured(devices, search.is_met_at, search.span_s, ttft_s, growth)
         plan = search.plan(LEAST_LOAD if found is None else found.load)
@@ -34,7 +34,7 @@ def plan_largest_load(
 def with_headroom(
     plan: Plan,
     trace: TrafficTrace,
-    hardware: Hardware,
+    hardware: RoleHardware,
     options: SearchOptions,
     growth: float,
     progress: SearchProgress = lambda what, done, total: None,

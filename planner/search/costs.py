@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.devices import DeviceSpec
 from planner.search.evaluate import Evaluation
-from planner.search.layout import ClusterLayout, Machines
+from planner.search.machines import MachineKinds
 from planner.search.traffic import BUSIEST
 from planner.traces.trace import TrafficTrace
 
@@ -41,9 +40,7 @@ class Cost:
     is_deployed: bool = False
 
     @classmethod
-    def of(cls, what: str, devices: int, price_per_hour: float, rates: Rates, *, is_deployed: bool = False) -> Cost:
-        per_hour = devices * price_per_hour
-
+    def of(cls, what: str, devices: int, per_hour: float, rates: Rates, *, is_deployed: bool = False) -> Cost:
         def per_million(rate: float) -> float | None:
             return per_hour / (rate * 3600) * 1e6 if rate > 0 else None
 
@@ -66,42 +63,24 @@ def money(value: float | None) -> str:
     return "–" if value is None else f"${value:.3f}"
 
 
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """A layout on whole machines."""
-
-    machines: int
-    devices: int
-    per_hour: float
-
-    @classmethod
-    def of(cls, layout: ClusterLayout, devices_per_node: int, price_per_hour: float) -> Deployed:
-        machines = Machines.of(layout, devices_per_node)
-        return cls(machines.count, machines.all_devices, machines.all_devices * price_per_hour)
-
-    def __str__(self) -> str:
-        return f"{self.devices}, ${self.per_hour:.2f}"
-
-
-def better_at_the_price(chosen: Evaluation, others: Sequence[Evaluation], devices_per_node: int) -> list[Evaluation]:
+def better_at_the_price(chosen: Evaluation, others: Sequence[Evaluation], machines: MachineKinds) -> list[Evaluation]:
     """Those with more requests within their objectives, on whole machines that cost the same."""
-    devices = Machines.of(chosen.layout, devices_per_node).all_devices
+    price = machines.deployed_price(chosen.layout)
     return [
         each
         for each in others
-        if round(each.joint, 3) > round(chosen.joint, 3)
-        and Machines.of(each.layout, devices_per_node).all_devices == devices
+        if round(each.joint, 3) > round(chosen.joint, 3) and machines.deployed_price(each.layout) == price
     ]
 
 
-def costs_of(found: Evaluation, part: TrafficTrace, whole: TrafficTrace, device: DeviceSpec) -> tuple[Cost, ...]:
+def costs_of(found: Evaluation, part: TrafficTrace, whole: TrafficTrace, machines: MachineKinds) -> tuple[Cost, ...]:
     """In the part that was simulated, at the rates of the simulation; over the whole trace, whose quiet hours are paid
     too; and as deployed, on whole machines if there are several."""
-    devices, price = found.layout.devices, device.price_per_hour
+    devices, per_hour = found.layout.devices, machines.per_hour(found.layout)
     simulated, recorded = Rates(part.requests_per_s, found.tokens_per_s, found.output_tokens_per_s), Rates.of(whole)
-    deployed = Deployed.of(found.layout, device.devices_per_node, price)
+    deployed = machines.deployed(found.layout)
     return (
-        *((Cost.of(f"{BUSIEST} part", devices, price, simulated),) if len(part) < len(whole) else ()),
-        Cost.of("the whole trace", devices, price, recorded),
-        Cost.of("the whole trace, as deployed", deployed.devices, price, recorded, is_deployed=True),
+        *((Cost.of(f"{BUSIEST} part", devices, per_hour, simulated),) if len(part) < len(whole) else ()),
+        Cost.of("the whole trace", devices, per_hour, recorded),
+        Cost.of("the whole trace, as deployed", deployed.devices, deployed.per_hour, recorded, is_deployed=True),
     )

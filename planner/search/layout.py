@@ -49,38 +49,20 @@ class ClusterLayout:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """The machines to deploy a layout on. Machines are whole, so they may have more devices than the plan."""
-
-    count: int
-    devices: int  # of each
-
-    @classmethod
-    def of(cls, layout: ClusterLayout, devices_per_node: int) -> Machines:
-        """The fewest machines for all workers; the ranks of a worker share a machine."""
-        widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
-        free: list[int] = []
-        for width in sorted(widths, reverse=True):
-            place = next((at for at, left in enumerate(free) if left >= width), None)
-            if place is None:
-                free.append(devices_per_node - width)
-            else:
-                free[place] -= width
-        return cls(len(free), devices_per_node if len(free) > 1 else layout.devices)
-
-    @property
-    def all_devices(self) -> int:
-        return self.count * self.devices
-
-
-def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[ClusterLayout]:
-    """Every layout of at most `max_devices` devices."""
+def layouts(
+    widths: Sequence[int],
+    max_devices: int,
+    step_tokens: Sequence[int],
+    prefill_widths: Sequence[int] | None = None,
+) -> Iterator[ClusterLayout]:
+    """Every layout of at most `max_devices` devices. `prefill_widths`: of prefill workers on another device, which
+    leaves disaggregated layouts only; None: workers of both roles have the same device and `widths`."""
     for tokens in step_tokens:
         for decode_tp in widths:
             for decode_workers in range(1, max_devices // decode_tp + 1):
-                yield ClusterLayout(0, 1, decode_workers, decode_tp, tokens)
+                if prefill_widths is None:
+                    yield ClusterLayout(0, 1, decode_workers, decode_tp, tokens)
                 left = max_devices - decode_workers * decode_tp
-                for prefill_tp in widths:
+                for prefill_tp in widths if prefill_widths is None else prefill_widths:
                     for prefill_workers in range(1, left // prefill_tp + 1):
                         yield ClusterLayout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)

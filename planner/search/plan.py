@@ -8,19 +8,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from planner.hardware import Hardware
+from planner.hardware import Hardware, RoleHardware
 from planner.search.analytic import Analysis
-from planner.search.costs import Cost, Deployed, better_at_the_price, costs_of
+from planner.search.costs import Cost, better_at_the_price, costs_of
 from planner.search.evaluate import Evaluation, Evaluator
 from planner.search.goal import Goal
 from planner.search.headroom import Headroom
 from planner.search.layout import ClusterLayout, layouts
+from planner.search.machines import Deployed, MachineKinds
 from planner.search.race import Race, Run, rank
 from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import busiest, with_note_if_short
 from planner.search.trials import Resampled, SearchProgress, Trials, Variant
 from planner.search.verdict import Miss, explain_miss, verdict
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.errors import ConfigError, InputError
 from tandem.text.words import plural
 
@@ -45,9 +47,7 @@ class Plan:
 
     goal: Goal
     model: str
-    device: str
-    price_per_hour: float
-    devices_per_node: int
+    machines: MachineKinds
     traffic: tuple[str, ...]
     load: float
     requests_per_s: float
@@ -69,15 +69,27 @@ class Plan:
         return found.meets(self.goal.attainment)
 
     def frontier(self) -> list[Evaluation]:
-        """The best layout of each number of devices, without those that a cheaper one matches in goodput."""
+        """The best layout of each price, without those that a cheaper one matches in goodput."""
         best: list[Evaluation] = []
-        for each in sorted(self.finalists, key=lambda found: (found.layout.devices, -found.goodput_per_s)):
+        for each in sorted(self.finalists, key=lambda found: (self.price(found.layout), -found.goodput_per_s)):
             if not best or each.goodput_per_s > best[-1].goodput_per_s:
                 best.append(each)
         return best
 
+    @property
+    def device(self) -> str:
+        return self.machines.device
+
+    def price(self, layout: ClusterLayout) -> float:
+        """What layouts are ordered by."""
+        return self.machines.price(layout)
+
+    def per_hour(self, layout: ClusterLayout) -> float:
+        """Dollars."""
+        return self.machines.per_hour(layout)
+
     def deployed(self, layout: ClusterLayout) -> Deployed:
-        return Deployed.of(layout, self.devices_per_node, self.price_per_hour)
+        return self.machines.deployed(layout)
 
     def same_price_note(self) -> str | None:
         found, chosen = self.same_price, self.chosen
@@ -94,17 +106,19 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """With what each layout that was simulated to its end has `deployed`."""
-        found = asdict(self)
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= self.machines.to_json() if name == "machines" else {name: value}
         shown = ((self.chosen, found["chosen"]), (self.same_price, found["same_price"]))
         for each, fields in (*shown, *zip(self.finalists, found["finalists"], strict=True)):
             if each is not None:
-                fields["deployed"] = asdict(self.deployed(each.layout))
+                fields["deployed"] = self.deployed(each.layout).to_json()
         return found
 
 
 def make_plan(
     trace: TrafficTrace,
-    hardware: Hardware,
+    hardware: RoleHardware,
     goal: Goal,
     options: SearchOptions,
     progress: SearchProgress = lambda what, done, total: None,
@@ -117,7 +131,7 @@ def make_plan(
 def with_grid(
     plan: Plan,
     trace: TrafficTrace,
-    hardware: Hardware,
+    hardware: RoleHardware,
     options: SearchOptions,
     progress: SearchProgress = lambda what, done, total: None,
 ) -> Plan:
@@ -130,18 +144,19 @@ class PlanSearch:
     """A context manager that owns the simulations of one traffic on one hardware."""
 
     def __init__(
-        self, trace: TrafficTrace, hardware: Hardware, goal: Goal, options: SearchOptions, progress: SearchProgress
+        self, trace: TrafficTrace, hardware: RoleHardware, goal: Goal, options: SearchOptions, progress: SearchProgress
     ) -> None:
         """Raises ConfigError when the model does not fit on the devices, InputError when the trace has no rate."""
         goal.slo.check_classes(trace)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
-        self._everything = list(layouts(_widths(hardware, goal.max_devices), goal.max_devices, goal.step_tokens))
+        self._machines = MachineKinds.of(hardware)
+        self._everything = _layouts(hardware, goal)
         evaluator = Evaluator(
             self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
         )
         self._pool = SimulationPool(evaluator, options.processes, Journal(options.state, evaluator))
-        self._trials = Trials(self._pool, goal, progress)
+        self._trials = Trials(self._pool, goal, self._machines.price, progress)
 
     def __enter__(self) -> PlanSearch:
         self._pool.__enter__()
@@ -185,9 +200,7 @@ class PlanSearch:
         return Plan(
             goal=goal,
             model=hardware.model.name,
-            device=hardware.device.name,
-            price_per_hour=hardware.device.price_per_hour,
-            devices_per_node=hardware.device.devices_per_node,
+            machines=self._machines,
             traffic=(trace.name, *trace.notes),
             load=load,
             requests_per_s=trace.requests_per_s,
@@ -195,12 +208,12 @@ class PlanSearch:
             possible=len(possible),
             simulated=trials.simulated,
             chosen=chosen,
-            costs=() if chosen is None else costs_of(chosen, trace, self._whole.at_rate(load), hardware.device),
+            costs=() if chosen is None else costs_of(chosen, trace, self._whole.at_rate(load), self._machines),
             miss=miss,
             finalists=tuple(finalists),
             variants=tuple(variants),
             resampled=tuple(resampled),
-            verdict=verdict(race.best(apart), race.best(together), goal),
+            verdict=verdict(race.best(apart), race.best(together), goal, is_mixed=hardware.is_mixed),
             same_price=None if chosen is None else self._better_at_the_price(chosen, finalists),
         )
 
@@ -208,11 +221,12 @@ class PlanSearch:
         """With the layouts around the chosen one."""
         if plan.chosen is None:
             return plan
-        return replace(plan, grid=tuple(self._trials.grid(plan.chosen, plan.finalists)))
+        least_prefill = 1 if self._hardware.is_mixed else 0
+        return replace(plan, grid=tuple(self._trials.grid(plan.chosen, plan.finalists, least_prefill)))
 
     def _better_at_the_price(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> Evaluation | None:
         met = [each for each in finalists if each.meets(self._goal.attainment)]
-        better = better_at_the_price(chosen, met, self._hardware.device.devices_per_node)
+        better = better_at_the_price(chosen, met, self._machines)
         return next(filter(self._trials.is_sure, better), None)
 
     def _shown_trace(self, load: float) -> TrafficTrace:
@@ -227,8 +241,8 @@ class PlanSearch:
 
     def _race(self, analysis: Analysis, load: float, run: Run) -> Race:
         return Race(
-            len(self._trace), self._goal.attainment, self._goal.max_devices, analysis.fastest(), run,
-            self._trials.is_sure, self._at_once, load,
+            len(self._trace), self._goal.attainment, self._goal.max_devices, self._machines.price, analysis.fastest(),
+            run, self._trials.is_sure, self._at_once, load,
         )  # fmt: skip
 
     def _probe(self, load: float) -> Run:
@@ -248,7 +262,22 @@ def _simulated_part(trace: TrafficTrace, requests: int) -> TrafficTrace:
     return part
 
 
+def _layouts(hardware: RoleHardware, goal: Goal) -> list[ClusterLayout]:
+    """All that fit. Raises ConfigError if there is none."""
+    most = goal.max_devices
+    decode = _widths(hardware.of(Role.DECODE), most)
+    prefill = _widths(hardware.of(Role.PREFILL), most) if hardware.is_mixed else None
+    if prefill is not None and (least := prefill[0] + decode[0]) > most:
+        raise ConfigError(
+            f"--devices: expected at least {least} for a prefill and a decode worker of {hardware.model.name} on "
+            f"{hardware.name}, got {most}",
+            field="--devices",
+        )
+    return list(layouts(decode, most, goal.step_tokens, prefill))
+
+
 def _widths(hardware: Hardware, max_devices: int) -> list[int]:
+    """The narrowest first."""
     widths = [tp for tp in hardware.widths() if tp <= max_devices]
     if not widths:
         raise ConfigError(
@@ -259,7 +288,7 @@ def _widths(hardware: Hardware, max_devices: int) -> list[int]:
     return widths
 
 
-def _cost_error(hardware: Hardware, layout: ClusterLayout) -> float | None:
+def _cost_error(hardware: RoleHardware, layout: ClusterLayout) -> float | None:
     """The largest of the workers' mean relative errors of step times. None: one is not known."""
     errors = [hardware.of(role).cost_error(tp) for role, tp in layout.widths]
     return None if None in errors else max(error for error in errors if error is not None)

@@ -16,7 +16,7 @@ from planner.search.analytic import allowed_misses
 from planner.search.evaluate import Evaluation, Job
 from planner.search.layout import ClusterLayout
 
-DEARER = 2.0  # how many times the devices of an aggregated layout disaggregated ones may take to be looked at
+DEARER = 2.0  # how many times the price of an aggregated layout disaggregated ones may take to be looked at
 CHEAPER = 3  # prices below the plan's of which the closest layout is simulated to its end
 
 Run = Callable[[str, Sequence[Job]], list[Evaluation]]
@@ -26,12 +26,14 @@ WorkersOf = Callable[[ClusterLayout], int]
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """`fastest`: the widths of the workers that prefill and decode fastest. `is_sure`: whether a layout that meets the
-    goal may be the plan. `at_once`: simulations that run in parallel. `load`: factor on the rate of the traffic."""
+    """`price`: what layouts are ordered by. `fastest`: the widths of the workers that prefill and decode fastest.
+    `is_sure`: whether a layout that meets the goal may be the plan. `at_once`: simulations that run in parallel.
+    `load`: factor on the rate of the traffic."""
 
     requests: int
     attainment: float
     max_devices: int
+    price: Callable[[ClusterLayout], float]
     fastest: tuple[int, int]
     run: Run
     is_sure: Callable[[Evaluation], bool] = lambda met: True
@@ -42,10 +44,10 @@ class Race:
         """The layouts that meet the goal at the lowest price of each kind, and the closest at the prices below it; or
         the closest of all, if none does. All are simulated to their end."""
         together = self._cheapest_aggregated(layouts)
-        apart = self._cheapest_disaggregated(layouts, DEARER * self._price(together))
+        apart = self._cheapest_disaggregated(layouts, DEARER * self._best_price(together))
         if not together and not apart:
-            dearest = max((each.devices for each in layouts), default=0)
-            apart = self._from_the_cheapest_up([each for each in layouts if each.devices == dearest])
+            most = max((each.devices for each in layouts), default=0)
+            apart = self._from_the_cheapest_up([each for each in layouts if each.devices == most])
         met = [each for each in (*together, *apart) if self.meets(each)]
         closest = [*self._closest(together), *self._closest(apart)] if met else _furthest((*together, *apart))
         return met + (self.run("the closest below", [self._job(each) for each in closest]) if closest else [])
@@ -58,16 +60,18 @@ class Race:
         )
 
     def best(self, found: Sequence[Evaluation]) -> Evaluation | None:
-        """Of those that meet the goal on the fewest devices; None: no one does surely."""
+        """Of those that meet the goal at the lowest price; None: no one does surely."""
         met = sorted(filter(self.meets, found), key=rank, reverse=True)
-        return next((each for each in sorted(met, key=lambda each: each.layout.devices) if self.is_sure(each)), None)
+        return next(
+            (each for each in sorted(met, key=lambda each: self.price(each.layout)) if self.is_sure(each)), None
+        )
 
     def meets(self, found: Evaluation) -> bool:
         return found.meets(self.attainment)
 
-    def _price(self, found: Sequence[Evaluation]) -> float:
+    def _best_price(self, found: Sequence[Evaluation]) -> float:
         best = self.best(found)
-        return math.inf if best is None else best.layout.devices
+        return math.inf if best is None else self.price(best.layout)
 
     def judge(self, what: str, layouts: Sequence[ClusterLayout]) -> list[Evaluation]:
         """Each up to the request with which it cannot meet the goal."""
@@ -122,27 +126,39 @@ class Race:
     def _cheapest_aggregated(self, layouts: Sequence[ClusterLayout]) -> list[Evaluation]:
         return self._from_the_cheapest_up(self._not_hopeless([each for each in layouts if each.is_aggregated]))
 
-    def _cheapest_disaggregated(self, layouts: Sequence[ClusterLayout], most_devices: float) -> list[Evaluation]:
-        separate = [each for each in layouts if not each.is_aggregated and each.devices <= most_devices]
+    def _cheapest_disaggregated(self, layouts: Sequence[ClusterLayout], most_price: float) -> list[Evaluation]:
+        separate = [each for each in layouts if not each.is_aggregated and self.price(each) <= most_price]
         return self._from_the_cheapest_up(self._without_short_pools(separate))
 
     def _from_the_cheapest_up(self, layouts: Sequence[ClusterLayout]) -> list[Evaluation]:
         """Up to the first price that meets the goal."""
         tried: list[Evaluation] = []
-        for batch in _by_price(layouts, self.at_once):
+        for batch in self._by_price(layouts):
             kind = "aggregated" if batch[0].is_aggregated else "disaggregated"
-            tried += self.judge(f"{kind}, up to {batch[-1].devices} devices", batch)
+            most = max(each.devices for each in batch)
+            tried += self.judge(f"{kind}, up to {most} devices", batch)
             if self.best(tried) is not None:
                 break
         return tried
 
     def _closest(self, tried: Sequence[Evaluation]) -> list[ClusterLayout]:
         """The closest of each price below the cheapest that meets the goal."""
-        price = self._price(tried)
-        best: dict[int, ClusterLayout] = {}
+        most = self._best_price(tried)
+        best: dict[float, ClusterLayout] = {}
         for layout in _furthest([each for each in tried if not self.meets(each)], len(tried)):
-            best.setdefault(layout.devices, layout)
-        return [best[at] for at in sorted(at for at in best if at < price)[-CHEAPER:]]
+            best.setdefault(self.price(layout), layout)
+        return [best[at] for at in sorted(at for at in best if at < most)[-CHEAPER:]]
+
+    def _by_price(self, layouts: Sequence[ClusterLayout]) -> Iterator[list[ClusterLayout]]:
+        """All of a price together, and of following prices until there are as many as run at once."""
+        batch: list[ClusterLayout] = []
+        for each in sorted(layouts, key=lambda layout: (self.price(layout), layout)):
+            if len(batch) >= self.at_once and self.price(batch[-1]) < self.price(each):
+                yield batch
+                batch = []
+            batch.append(each)
+        if batch:
+            yield batch
 
 
 def _prefill_pool(layout: ClusterLayout) -> Pool:
@@ -156,18 +172,6 @@ def _decode_pool(layout: ClusterLayout) -> Pool:
 def _furthest(tried: Sequence[Evaluation], most: int = CHEAPER) -> list[ClusterLayout]:
     """Those that came furthest before they had missed too often."""
     return [each.layout for each in sorted(tried, key=rank, reverse=True)[:most]]
-
-
-def _by_price(layouts: Sequence[ClusterLayout], least: int) -> Iterator[list[ClusterLayout]]:
-    """All of a price together, and of following prices until there are `least`."""
-    batch: list[ClusterLayout] = []
-    for each in sorted(layouts, key=lambda layout: (layout.devices, layout)):
-        if len(batch) >= least and batch[-1].devices < each.devices:
-            yield batch
-            batch = []
-        batch.append(each)
-    if batch:
-        yield batch
 
 
 def rank(found: Evaluation) -> tuple[bool, float, float, float]:

@@ -17,6 +17,7 @@ from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
 from planner.search.roofline import RooflineChart
 from planner.search.trials import RESAMPLES
+from tandem.config.model import Role
 from tandem.text.words import plural
 from tandem.version import tandem_version
 
@@ -61,15 +62,15 @@ _DRAW = """
 """
 
 
-def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), roofline: RooflineChart | None = None) -> str:
-    """The page loads nothing from the network. `more`: notes on the deployment and on other devices."""
+def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), rooflines: Sequence[RooflineChart] = ()) -> str:
+    """The page loads nothing from the network. `more`: notes on the deployment and on other devices. `rooflines`: one,
+    or of each role's device."""
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
     if plan.grid:
         figures.append(("grid", _grid(plan)))
-    if roofline is not None:
-        figures.append(("roofline", _roofline(roofline)))
+    figures += [(name, _roofline(each)) for name, each in zip(("roofline", "roofline-decode"), rooflines, strict=False)]
     titles = {
         "goodput-cost": "Goodput against cost",
         "ttft-tpot": "TTFT against TPOT",
@@ -77,6 +78,9 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), roofline:
         "grid": "Other numbers of workers",
         "roofline": "What a device does in a step",
     }
+    if len(rooflines) > 1:
+        for name, role in (("roofline", Role.PREFILL), ("roofline-decode", Role.DECODE)):
+            titles[name] = f"What a device does in a step: {role} on {escape(plan.machines.of_role(role).device)}"
     charts = "".join(
         f"<div><h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
         f"<script type='application/json' id='{name}-figure'>{_json(figure)}</script></div>"
@@ -113,7 +117,7 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
     rows = (
         ("traffic", "; ".join((traffic, *notes))),
         ("objectives", f"{', '.join(objectives)}, for {100 * goal.attainment:g} % of the requests{others}"),
-        ("devices", f"up to {goal.max_devices} x {plan.device}, ${plan.price_per_hour:.2f} per device and hour"),
+        ("devices", f"up to {goal.max_devices} x {plan.device}, {plan.machines.prices}"),
         ("step times", cost_model),
         ("made by", f"tandem {tandem_version()}, {datetime.now(UTC):%Y-%m-%d}"),
     )
@@ -183,14 +187,13 @@ def _kinds(plan: Plan) -> list[tuple[str, list[Evaluation], str, int]]:
 def _goodput_cost(plan: Plan) -> go.Figure:
     figure = go.Figure()
     frontier = plan.frontier()
-    price = plan.price_per_hour
     figure.add_scatter(
-        x=[each.layout.devices * price for each in frontier],
+        x=[plan.per_hour(each.layout) for each in frontier],
         y=[each.goodput_per_s for each in frontier],
         mode="lines", name="frontier", line={"color": "#afb8c1", "shape": "hv"},
     )  # fmt: skip
     for name, found, color, size in _kinds(plan):
-        x = [each.layout.devices * price for each in found]
+        x = [plan.per_hour(each.layout) for each in found]
         figure.add_trace(_points(name, found, x, [each.goodput_per_s for each in found], color, size))
     figure.update_layout(xaxis_title="$ per hour", yaxis_title="requests/s within objectives")
     return figure
@@ -302,7 +305,7 @@ def _table(plan: Plan) -> str:
     )  # fmt: skip
     rows = [
         (
-            escape(str(each.layout)), str(each.layout.devices), f"{each.layout.devices * plan.price_per_hour:.2f}",
+            escape(str(each.layout)), str(each.layout.devices), f"{plan.per_hour(each.layout):.2f}",
             str(plan.deployed(each.layout)), f"{each.joint:.1%}", f"{each.goodput_per_s:.2f}",
             _seconds(each.ttft_p90_s), _seconds(each.tpot_p90_s), f"{each.busy:.0%}",
         )

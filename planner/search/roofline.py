@@ -1,4 +1,4 @@
-"""Where the phases of a plan stand under its device's roofline (Williams et al., CACM 2009)."""
+"""Where the phases of a plan stand under the roofline of their device (Williams et al., CACM 2009)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cost import PrefillWork, RooflineCostModel
-from planner.hardware import Hardware
+from planner.hardware import Hardware, RoleHardware
 from planner.search.plan import Plan
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.text.words import plural
 
 BATCHES = (1, 4, 16, 64, 256)
@@ -44,28 +45,37 @@ class RooflineChart:
         return self.flops_per_s / self.memory_bytes_per_s
 
 
-def roofline_of(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> RooflineChart | None:
-    """Of the plan's layout, with prompts and contexts of the trace's mean lengths. None: there is no plan, or its step
-    times are not a roofline's."""
+def rooflines_of(plan: Plan, hardware: RoleHardware, trace: TrafficTrace) -> tuple[RooflineChart, ...]:
+    """Of the plan's layout, with prompts and contexts of the trace's mean lengths: one chart, or with a device for each
+    role one of each, prefill first. Empty: there is no plan, or its step times are not a roofline's."""
     if plan.chosen is None:
-        return None
+        return ()
     layout = plan.chosen.layout
     prompt = max(1, round(float(trace.prompt_tokens.mean())))
     context = prompt + round(float(trace.output_tokens.mean()) / 2)
-    first = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
-    costs = [hardware.cost(tp) for tp in (first, layout.decode_tp)]
-    prefill, decode = (each if isinstance(each, RooflineCostModel) else None for each in costs)
+    prefill_tp = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
+    prefill = _roofline_cost(hardware.of(Role.PREFILL), prefill_tp)
+    decode = _roofline_cost(hardware.of(Role.DECODE), layout.decode_tp)
     if prefill is None or decode is None:
-        return None
+        return ()
     chunk = min(prompt, layout.step_tokens)
-    steps = [("prefill", f"{chunk} tokens of a prompt", prefill, [PrefillWork(chunk, prompt - chunk)], 0)]
-    most = min(hardware.kv_tokens(layout.decode_tp) // context, plan.goal.max_running_requests)
-    steps += [("decode", plural(batch, "request"), decode, [], batch) for batch in _batches(most)]
-    device = decode.device
-    return RooflineChart(
-        device.flops_per_s, device.memory_bytes_per_s, device.mfu, device.mbu,
-        tuple(_point(phase, what, cost, prefills, batch, context) for phase, what, cost, prefills, batch in steps),
-    )  # fmt: skip
+    work = [PrefillWork(chunk, prompt - chunk)]
+    prefill_point = _point("prefill", f"{chunk} tokens of a prompt", prefill, work, 0, context)
+    most = min(hardware.of(Role.DECODE).kv_tokens(layout.decode_tp) // context, plan.goal.max_running_requests)
+    decode_points = [_point("decode", plural(batch, "request"), decode, [], batch, context) for batch in _batches(most)]
+    if hardware.is_mixed:
+        return _chart(prefill, [prefill_point]), _chart(decode, decode_points)
+    return (_chart(decode, [prefill_point, *decode_points]),)
+
+
+def _roofline_cost(hardware: Hardware, tp: int) -> RooflineCostModel | None:
+    cost = hardware.cost(tp)
+    return cost if isinstance(cost, RooflineCostModel) else None
+
+
+def _chart(cost: RooflineCostModel, points: Sequence[OperatingPoint]) -> RooflineChart:
+    device = cost.device
+    return RooflineChart(device.flops_per_s, device.memory_bytes_per_s, device.mfu, device.mbu, tuple(points))
 
 
 def _batches(most: int) -> Iterator[int]:

@@ -52,8 +52,10 @@ def _sized(base: ClusterLayout, prefill: int, decode: int) -> ClusterLayout:
 class Trials:
     """Runs and counts the simulations of one search."""
 
-    def __init__(self, pool: SimulationPool, goal: Goal, progress: SearchProgress) -> None:
-        self._pool, self._goal, self._progress = pool, goal, progress
+    def __init__(
+        self, pool: SimulationPool, goal: Goal, price: Callable[[ClusterLayout], float], progress: SearchProgress
+    ) -> None:
+        self._pool, self._goal, self._price, self._progress = pool, goal, price, progress
         self._resampled: dict[tuple[ClusterLayout, float], Resampled] = {}
         self.simulated = 0
 
@@ -69,8 +71,8 @@ class Trials:
 
     def around(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> list[Resampled]:
         """Of the chosen layout, and before it of the best of the next cheaper price."""
-        cheaper = [each for each in finalists if each.layout.devices < chosen.layout.devices]
-        best = max(cheaper, key=lambda each: (each.layout.devices, rank(each)), default=None)
+        cheaper = [each for each in finalists if self._price(each.layout) < self._price(chosen.layout)]
+        best = max(cheaper, key=lambda each: (self._price(each.layout), rank(each)), default=None)
         return [self.resampled(each) for each in (best, chosen) if each is not None]
 
     def variants(self, chosen: Evaluation, cost_error: float | None) -> list[Variant]:
@@ -93,7 +95,7 @@ class Trials:
         found = iter(self.run("variants of the plan", known))
         return [self._variant(name, None if job is None else next(found)) for name, job in jobs.items()]
 
-    def grid(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> list[Evaluation]:
+    def grid(self, chosen: Evaluation, finalists: Sequence[Evaluation], least_prefill: int = 0) -> list[Evaluation]:
         """Layouts with up to `REACH` workers of each role more or fewer than the chosen one has."""
         base = chosen.layout
         if base.is_aggregated:  # prefill workers as in the best layout that has some
@@ -101,7 +103,7 @@ class Trials:
             base = replace(base, prefill_tp=next(apart, base.decode_tp))
         jobs = [
             replace(chosen.job, layout=layout, most_misses=None)
-            for prefill in _near(base.prefill_workers, 0)
+            for prefill in _near(base.prefill_workers, least_prefill)
             for decode in _near(base.decode_workers, 1)
             if (layout := _sized(base, prefill, decode)).devices <= self._goal.max_devices
         ]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from planner.devices import DeviceSpec
-from planner.hardware import Hardware
+from planner.hardware import Hardware, RoleHardware
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
-from planner.search.layout import ClusterLayout, Machines
+from planner.search.layout import ClusterLayout
+from planner.search.machines import Machines
 from planner.search.plan import Plan
-from tandem.config.model import DEMO_MODEL
+from tandem.config.model import DEMO_MODEL, Role
 from tandem.errors import InputError
 from tandem.text.words import plural
 
@@ -25,6 +26,7 @@ GPU_IMAGE = "tandem-cuda"
 GPU_CORES = 4  # host cores per device, for routers and transfer agents too
 GPU_HOST_GIB = 32  # host memory per device: weights pass through it while loading
 GPU_START_S = 1800
+PRODUCT_LABEL = "nvidia.com/gpu.product"  # of nodes, by NVIDIA's GPU feature discovery
 CPU_RANK_GIB = 2  # of a rank, in addition to its weights and KV pool
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -47,63 +49,97 @@ def checked_source(source: str | None, model: str) -> str:
     )
 
 
-def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
+def check_values(hardware: RoleHardware) -> None:
+    """Raises InputError if no values file can deploy plans on this hardware."""
+    for role in Role:
+        formats(hardware.of(role))
+    if hardware.is_mixed:
+        for role in Role:
+            node_selector(hardware.of(role).device)
+
+
+def node_selector(device: DeviceSpec) -> dict[str, str]:
+    """Raises InputError if the device file has no label."""
+    if device.gpu_product is None:
+        raise InputError(
+            f"--values: {device.name}: gpu_product: expected the label {PRODUCT_LABEL} of nodes with this device "
+            "in its file, because workers of each role go to nodes of their device; got none",
+            field="gpu_product",
+        )
+    return {PRODUCT_LABEL: device.gpu_product}
+
+
+def describe_machines(plan: Plan) -> str | None:
     """The devices deployed beyond the plan and their cost; None if there are none."""
     if plan.chosen is None:
         return None
-    layout = plan.chosen.layout
-    machines = Machines.of(layout, device.devices_per_node)
-    devices = machines.all_devices
-    if devices == layout.devices:
+    layout, kinds = plan.chosen.layout, plan.machines
+    deployed = kinds.deployed(layout)
+    if deployed.devices == layout.devices:
         return None
+    names = [f" {kinds.of_role(role).device}" for role in Role] if kinds.is_mixed else [""]
+    places = " and ".join(
+        f"{plural(each.count, 'machine')} of {each.devices}{name}"
+        for each, name in zip(kinds.machines(layout), names, strict=True)
+    )
     return (
-        f"deployed on {plural(machines.count, 'machine')} of {machines.devices}: {plural(devices, 'device')}, "
-        f"${devices * plan.price_per_hour:.2f} per hour, {devices - layout.devices} of them without a worker"
+        f"deployed on {places}: {plural(deployed.devices, 'device')}, ${deployed.per_hour:.2f} per hour, "
+        f"{deployed.devices - layout.devices} of them without a worker"
     )
 
 
-def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
+def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
     """Returns YAML. `source`: the checkpoint to serve. Raises InputError when the plan chose no layout."""
     if plan.chosen is None:
         raise InputError("--values: expected a plan to deploy, but no layout meets the objectives", field="--values")
-    layout = plan.chosen.layout
-    device = hardware.device
-    is_gpu = device.name != "cpu"
+    layout, decode = plan.chosen.layout, hardware.of(Role.DECODE)
+    is_gpu = decode.device.name != "cpu"
     router = router_spec(layout)
     cluster: dict[str, Any] = {
         "name": "planned",
         "models": [
             {
                 "source": source,
-                "prefill": {"workers": layout.prefill_workers, "tp": layout.prefill_tp, **_own_pool(layout, hardware)},
+                "prefill": {
+                    "workers": layout.prefill_workers,
+                    "tp": layout.prefill_tp,
+                    **_own_engine(layout, hardware),
+                },
                 "decode": {"workers": layout.decode_workers, "tp": layout.decode_tp},
                 "engine": {
                     "device": "cuda" if is_gpu else "cpu",
                     "dtype": "bfloat16" if is_gpu else "float32",
-                    **formats(hardware),
+                    **formats(decode),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
-                    "kv_memory_bytes": int(hardware.kv_rank_bytes(layout.decode_tp)),
+                    "kv_memory_bytes": int(decode.kv_rank_bytes(layout.decode_tp)),
                     "max_running_requests": plan.goal.max_running_requests,
                     "max_step_tokens": layout.step_tokens,
                     **({} if (longest_s := plan.goal.longest_step_s) is None else {"longest_step_s": longest_s}),
                 },
             }
         ],
-        **({} if Machines.of(layout, device.devices_per_node).count == 1 else {"security": {"allow_plaintext": True}}),
+        **({} if plan.deployed(layout).machines == 1 else {"security": {"allow_plaintext": True}}),
         "router": {
             "max_prefill_tokens_in_flight": router.max_prefill_tokens_in_flight,
             "max_queued_requests": router.max_queued_requests,
         },
     }
-    values = {"cluster": cluster, **_models(source, hardware), **_pods(layout, device)}
+    values = {"cluster": cluster, **_models(source, decode), **_pods(plan.machines.machines(layout), hardware)}
     return "".join(f"# {line}\n" for line in _head(plan, hardware, source)) + yaml.safe_dump(values, sort_keys=False)
 
 
-def _own_pool(layout: ClusterLayout, hardware: Hardware) -> dict[str, Any]:
-    """The KV memory of prefill workers of another width: more ranks hold less of the weights each."""
-    if layout.is_aggregated or layout.prefill_tp == layout.decode_tp:
+def _own_engine(layout: ClusterLayout, hardware: RoleHardware) -> dict[str, Any]:
+    """What prefill workers have of their own: KV memory, because more ranks hold less of the weights each and devices
+    differ, and the format in which their device serves weights."""
+    if layout.is_aggregated:
         return {}
-    return {"engine": {"kv_memory_bytes": int(hardware.kv_rank_bytes(layout.prefill_tp))}}
+    prefill, decode = hardware.of(Role.PREFILL), hardware.of(Role.DECODE)
+    own, others = (
+        {"kv_memory_bytes": int(each.kv_rank_bytes(tp)), **formats(each)}
+        for each, tp in ((prefill, layout.prefill_tp), (decode, layout.decode_tp))
+    )
+    engine = {name: value for name, value in own.items() if value != others.get(name)}
+    return {"engine": engine} if engine else {}
 
 
 def formats(hardware: Hardware) -> dict[str, str]:
@@ -140,21 +176,26 @@ def _stored_bytes(hardware: Hardware) -> float:
     return hardware.model.resident_params * max(2.0, hardware.model.shape.weight_bytes)
 
 
-def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
+def _head(plan: Plan, hardware: RoleHardware, source: str) -> Iterator[str]:
     """Comment lines: the plan, its whole machines, and what must exist before installation."""
     assert plan.chosen is not None
-    layout, device = plan.chosen.layout, hardware.device
-    per_hour = layout.devices * plan.price_per_hour
+    layout, decode = plan.chosen.layout, hardware.of(Role.DECODE)
+    device, machines, per_hour = decode.device, plan.machines.machines(layout), plan.per_hour(layout)
     yield f"Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}, ${per_hour:.2f} per hour:"
     yield f"{layout}; {plan.chosen.joint:.1%} of the simulated requests met their objectives."
-    if (more := describe_machines(plan, device)) is not None:
+    if (more := describe_machines(plan)) is not None:
         yield f"It is {more}."
-    if Machines.of(layout, device.devices_per_node).count > 1:
+    if plan.machines.is_mixed:
+        yield f"By the node label {PRODUCT_LABEL} (node.nodeSelector, nodeGroups[0].nodeSelector),"
+        products = [f"{role} workers are on {hardware.of(role).device.gpu_product}" for role in Role]
+        yield f"{' and '.join(products)}."
+    if plan.deployed(layout).machines > 1:
         yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
         yield "Ports between pods are not encrypted (allow_plaintext): nccl and nixl cannot be. With tls.internal, KV"
         yield "blocks take tcp between machines, which the plan did not assume."
         if device.name != "cpu":
-            yield "Needs RDMA: --set node.rdma.resource=RESOURCE and an image with NIXL (docs/deploy.md):"
+            own = ",nodeGroups[0].rdma.resource=RESOURCE" if len({each.devices for each in machines}) > 1 else ""
+            yield f"Needs RDMA: --set node.rdma.resource=RESOURCE{own} and an image with NIXL (docs/deploy.md):"
             yield f"the plan moves KV between pods at {device.link.bytes_per_s / 1e9:g} GB/s for each device."
             yield "Without RDMA, KV shares the pods' network: plan again with its speed as `link` in a device file."
     if source.startswith("/"):
@@ -162,7 +203,7 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
     elif source != DEMO_MODEL:
         yield f"Needs a Secret: kubectl create secret generic {HUB_SECRET} --from-literal=token=..."
         yield "(omit models.hubTokenSecret for a model that is not gated)."
-        yield f"Each pod pulls {_stored_bytes(hardware) / 1e9:.0f} GB into a volume of its own;"
+        yield f"Each pod pulls {_stored_bytes(decode) / 1e9:.0f} GB into a volume of its own;"
         yield "--set models.existingClaim=CLAIM (ReadWriteMany) keeps them."
 
 
@@ -182,23 +223,39 @@ def _models(source: str, hardware: Hardware) -> dict[str, Any]:
     return {"models": models}
 
 
-def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:
-    """One pod per machine, sized for its workers."""
-    machines = Machines.of(layout, device.devices_per_node)
-    ranks = machines.devices
-    node: dict[str, Any] = {"replicas": machines.count - 1}
+def _pods(machines: Sequence[Machines], hardware: RoleHardware) -> dict[str, Any]:
+    """One pod per machine, sized for its workers. Of two kinds, prefill workers go to `node`, with the head pod, and
+    decode workers to a group of their own."""
+    first, device = machines[0], hardware.of(Role.PREFILL).device
+    is_alone = len(machines) == 1 and first.count == 1
+    node: dict[str, Any] = {"replicas": first.count - 1, **_pod(first, device, is_alone=is_alone)}
     values: dict[str, Any] = {"node": node}
+    if device.name != "cpu":
+        values |= {"image": {"repository": GPU_IMAGE}, "startupSeconds": GPU_START_S}
+    if hardware.is_mixed:
+        _, second = machines
+        decode = hardware.of(Role.DECODE).device
+        values["node"] = {"roles": [Role.PREFILL.value], **node, "nodeSelector": node_selector(device)}
+        group = {"name": "decode", "roles": [Role.DECODE.value], "replicas": second.count}
+        if second.devices != first.devices:  # else as in `node`, so that one --set is for both
+            group |= _pod(second, decode, is_alone=False)
+        values["nodeGroups"] = [{**group, "nodeSelector": node_selector(decode)}]
+    if not is_alone:  # only the head pod can reach an embedded Redis
+        values["redis"] = {"mode": "valkey", "valkey": {"auth": {"existingSecret": REDIS_SECRET}}}
+    return values
+
+
+def _pod(machines: Machines, device: DeviceSpec, *, is_alone: bool) -> dict[str, Any]:
+    """What each of these machines gives to its pod."""
+    ranks = machines.devices
+    pod: dict[str, Any] = {}
     if device.name == "cpu":
         cores, memory_gib = ranks, math.ceil(ranks * (device.memory_bytes / GIB + CPU_RANK_GIB))
     else:
-        values["image"] = {"repository": GPU_IMAGE}
-        values["startupSeconds"] = GPU_START_S
-        node["gpus"] = ranks
-        if machines.count > 1:
-            node["rdma"] = {"count": ranks}  # a NIC for each device, as the device files have
+        pod["gpus"] = ranks
+        if not is_alone:
+            pod["rdma"] = {"count": ranks}  # a NIC for each device, as the device files have
         cores, memory_gib = ranks * GPU_CORES, ranks * GPU_HOST_GIB
     amount = {"memory": f"{memory_gib}Gi"}
-    node["resources"] = {"requests": {"cpu": str(cores), **amount}, "limits": amount}
-    if machines.count > 1:  # only the head pod can reach an embedded Redis
-        values["redis"] = {"mode": "valkey", "valkey": {"auth": {"existingSecret": REDIS_SECRET}}}
-    return values
+    pod["resources"] = {"requests": {"cpu": str(cores), **amount}, "limits": amount}
+    return pod

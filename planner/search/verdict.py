@@ -25,8 +25,12 @@ class Miss:
     explanation: str
 
 
-def verdict(separate: Evaluation | None, together: Evaluation | None, goal: Goal) -> str:
-    """Whether disaggregation pays for this traffic and hardware."""
+def verdict(separate: Evaluation | None, together: Evaluation | None, goal: Goal, *, is_mixed: bool = False) -> str:
+    """Whether disaggregation pays for this traffic and hardware. `is_mixed`: no layout on it is aggregated."""
+    if is_mixed and separate is None:
+        return "no layout meets the objectives"
+    if is_mixed:
+        return "with a device for each role there are no aggregated layouts to compare with"
     if separate is None and together is None:
         return "neither disaggregated nor aggregated layouts meet the objectives"
     if together is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,20 @@ from rich.console import Console
 
 from cluster.cli.commands.planning.plan import show
 from planner.devices import find_device
-from planner.hardware import Hardware
+from planner.hardware import Hardware, MixedHardware
 from planner.models import ElementSizes, find_model
 from planner.search.goal import Goal
-from planner.search.layout import ClusterLayout, Machines
+from planner.search.layout import ClusterLayout
+from planner.search.machines import MachineKind, MachineKinds, Machines
 from planner.search.plan import Plan, SearchOptions, make_plan
-from planner.search.values import checked_source, describe_machines, helm_values
+from planner.search.values import check_values, checked_source, describe_machines, helm_values
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
+from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import InputError
+from tests.unit.deploy.test_chart import cluster_spec
 
 
 def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
@@ -133,13 +138,14 @@ def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
 def test_as_few_whole_machines_as_hold_every_worker(
     layout: ClusterLayout, devices_per_node: int, machines: Machines
 ) -> None:
-    assert Machines.of(layout, devices_per_node) == machines
+    kind = MachineKind("h100", 3.0, devices_per_node)
+    assert MachineKinds(kind, kind).machines(layout) == (machines,)
 
 
 def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
     plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
     said = "deployed on 2 machines of 8: 16 devices, $48.00 per hour, 4 of them without a worker"
-    assert describe_machines(plan, hardware.device) == said
+    assert describe_machines(plan) == said
     assert f"# It is {said}.\n" in helm_values(plan, hardware, "/models/llama-3-70b")
     shown = io.StringIO()
     screen = Console(file=shown, width=120)
@@ -150,8 +156,8 @@ def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
     show(beside, "roofline", None, screen)
     assert "│ 16, $48.00 │" in shown.getvalue()
     assert str(beside.same_price_note()) in " ".join(shown.getvalue().split())
-    whole, hardware = planned(ClusterLayout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
-    assert describe_machines(whole, hardware.device) is None
+    whole, _ = planned(ClusterLayout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
+    assert describe_machines(whole) is None
 
 
 def test_the_name_of_a_shape_is_no_checkpoint() -> None:
@@ -161,3 +167,86 @@ def test_the_name_of_a_shape_is_no_checkpoint() -> None:
     with pytest.raises(InputError, match="below /models"):
         checked_source(None, "/data/llama")
     assert checked_source(None, "meta-llama/Llama-3-70B") == "meta-llama/Llama-3-70B"
+
+
+def mixed_values(layout: ClusterLayout, prefill: str, decode: str, element_bytes: float = 2.0) -> tuple[Plan, str]:
+    """Of a plan that came to `layout` with a device for each role."""
+    plan, _ = planned(layout, "llama-3-8b", decode, element_bytes)
+    model = find_model("llama-3-8b", ElementSizes(element_bytes, element_bytes))
+    pair = MixedHardware.pair(*(Hardware(model, find_device(each)) for each in (prefill, decode)))
+    plan = replace(plan, machines=MachineKinds.of(pair))
+    return plan, helm_values(plan, pair, "/models/llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "pods"),
+    [
+        (ClusterLayout(2, 1, 1, 1, 2048), (2, 1), (1, 1)),
+        (ClusterLayout(5, 2, 3, 4, 2048), (8, 8), (2, 2)),
+        (ClusterLayout(2, 1, 3, 8, 2048), (2, 8), (1, 3)),
+    ],
+)
+def test_workers_of_each_role_go_to_nodes_of_their_device(
+    layout: ClusterLayout, gpus: tuple[int, int], pods: tuple[int, int], render: Callable[..., Any], tmp_path: Path
+) -> None:
+    plan, text = mixed_values(layout, "h100", "h200")
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    manifests = render("-f", str(path), "--set", "models.existingClaim=weights")
+    cluster = manifests["RayCluster", "test-tandem"]["spec"]
+    groups = {each["groupName"]: each for each in cluster["workerGroupSpecs"]}
+    head, nodes, decode = cluster["headGroupSpec"], groups["nodes"], groups["decode"]
+    assert (1 + nodes["replicas"], decode["replicas"]) == pods
+    for group, count, product in (
+        (head, gpus[0], "NVIDIA-H100-80GB-HBM3"),
+        (nodes, gpus[0], "NVIDIA-H100-80GB-HBM3"),
+        (decode, gpus[1], "NVIDIA-H200"),
+    ):
+        pod = group["template"]["spec"]
+        assert pod["nodeSelector"] == {"nvidia.com/gpu.product": product}
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == count
+    (model,) = cluster_spec(manifests).models
+    assert [model.pool(role).node_groups for role in Role] == [("nodes",), ("decode",)]
+    assert not model.can_change_roles
+    of_role = {
+        role: int(Hardware(find_model("llama-3-8b"), find_device(device)).kv_rank_bytes(tp))
+        for (role, tp), device in zip(layout.widths, ("h100", "h200"), strict=True)
+    }
+    assert {role: model.engine_of(role).kv_memory_bytes for role in Role} == of_role
+    more = describe_machines(plan)
+    assert f"on {layout.devices} x h100:h200, ${plan.per_hour(layout):.2f} per hour:" in text
+    assert more is None or f"# It is {more}.\n" in text
+
+
+@pytest.mark.parametrize("layout", [ClusterLayout(2, 1, 1, 1, 2048), ClusterLayout(5, 2, 3, 4, 2048)])
+def test_the_head_says_how_each_group_gets_its_nics(
+    layout: ClusterLayout, render: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A group of other pods has `rdma` of its own."""
+    _, text = mixed_values(layout, "h100", "a100")
+    assert "# the plan moves KV between pods at 25 GB/s for each device.\n" in text, "the slower link"
+    (told,) = re.findall(r"--set (node\.rdma\S+)", text)
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    extra = f"{told.replace('RESOURCE', 'rdma/hca')},models.existingClaim=weights,cluster.transfer.transport=nixl"
+    cluster = render("-f", str(path), "--set", extra)["RayCluster", "test-tandem"]["spec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits["rdma/hca"] == limits["nvidia.com/gpu"]
+
+
+def test_each_role_serves_weights_in_a_format_of_its_device() -> None:
+    _, text = mixed_values(ClusterLayout(1, 1, 1, 1, 2048), "a100", "h100", element_bytes=1.0)
+    model = ClusterSpec.model_validate(yaml.safe_load(text)["cluster"]).models[0]
+    assert [(model.engine_of(role).weights, model.engine_of(role).kv_dtype) for role in Role] == [
+        ("int8", "fp8"),
+        ("fp8", "fp8"),
+    ]
+
+
+def test_without_a_label_of_its_nodes_a_device_has_no_values() -> None:
+    mine = find_device("h200").model_copy(update={"name": "mine", "gpu_product": None})
+    of_mine, of_h100 = (Hardware(find_model("llama-3-8b"), each) for each in (mine, find_device("h100")))
+    check_values(of_mine)
+    with pytest.raises(InputError, match=r"--values: mine: gpu_product: expected the label nvidia\.com/gpu\.product"):
+        check_values(MixedHardware.pair(of_h100, of_mine))

@@ -214,7 +214,7 @@ def test_other_traffics_are_simulated_at_the_load_of_each_result() -> None:
     evaluator = Evaluator(traffic(), hardware(), GOAL.slo)
     layout = next(layouts([1], 1, (2048,)))
     with SimulationPool(evaluator, 1, Journal(None, evaluator)) as pool:
-        trials = Trials(pool, GOAL, lambda what, done, total: None)
+        trials = Trials(pool, GOAL, lambda layout: layout.devices, lambda what, done, total: None)
         idle, busy = (trials.resampled(evaluator.evaluate(Job(layout, 100, load=load))) for load in (0.1, 3.0))
     assert (idle.met, busy.met) == (RESAMPLES, 0)
 

@@ -23,6 +23,7 @@ from planner.search.costs import better_at_the_price, costs_of
 from planner.search.evaluate import Evaluation, Evaluator, Job
 from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
+from planner.search.machines import MachineKind, MachineKinds
 from planner.search.plan import Plan, SearchOptions, make_plan
 from planner.search.report import html_report
 from planner.search.simulation_pool import Journal, SimulationPool, fingerprint
@@ -136,7 +137,7 @@ class TestSearch:
         chosen = plan().chosen
         assert chosen is not None
         wide = replace(chosen, job=replace(chosen.job, layout=ClusterLayout(2, 4, 1, 4, 2048), requests=200))
-        whole, deployed = costs_of(wide, traffic(), traffic(), find_device("h100"))
+        whole, deployed = costs_of(wide, traffic(), traffic(), MachineKinds.of(hardware()))
         assert (whole.devices, deployed.devices) == (12, 16)
         assert deployed.per_million_output_tokens == pytest.approx(16 / 12 * (whole.per_million_output_tokens or 0.0))
 
@@ -154,9 +155,10 @@ class TestSearch:
             found(ClusterLayout(0, 1, 2, 4, 2048), 1.0),  # one
             found(ClusterLayout(2, 4, 2, 4, 2048), 0.9601),  # shown as 96.0 % too
         ]
-        assert better_at_the_price(ten, others, 8) == others[:1]
-        assert better_at_the_price(ten, others, 16) == [], "one machine has the layout's devices only"
-        beside = replace(plan(), devices_per_node=8, chosen=ten, finalists=(others[0], ten), same_price=others[0])
+        small, large = (MachineKinds(kind, kind) for kind in (MachineKind("h100", 3.0, each) for each in (8, 16)))
+        assert better_at_the_price(ten, others, small) == others[:1]
+        assert better_at_the_price(ten, others, large) == [], "one machine has the layout's devices only"
+        beside = replace(plan(), chosen=ten, finalists=(others[0], ten), same_price=others[0])
         note = (
             "12 devices cost the same on whole machines: aggregated 3xTP4 @2048 meets the goal with 98.1% of the "
             "requests, the plan with 96.0%"

@@ -16,6 +16,7 @@ from planner.search.analytic import Analysis, allowed_misses
 from planner.search.evaluate import Evaluation, Evaluator, Job
 from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout, layouts
+from planner.search.machines import MachineKind, MachineKinds
 from planner.search.plan import SearchOptions, make_plan
 from planner.search.race import DEARER, Race
 from planner.simulator.setup import Slo
@@ -38,10 +39,14 @@ def judged(job: Job, joint: float, *, complete: bool = True) -> Evaluation:
 class Ruled:
     """A race in which a rule says which layouts meet the goal."""
 
-    def __init__(self, rule: Rule, max_devices: int, widths: Sequence[int] = (1, 2, 4, 8)) -> None:
+    def __init__(
+        self, rule: Rule, max_devices: int, widths: Sequence[int] = (1, 2, 4, 8), prices: MachineKinds | None = None
+    ) -> None:
+        """`prices`: of a device for each role."""
         self.rule, self.jobs = rule, list[Job]()
-        self.everything = list(layouts(widths, max_devices, STEP_TOKENS))
-        self.race = Race(100, 0.9, max_devices, (widths[-1], widths[-1]), self._run)
+        self.everything = list(layouts(widths, max_devices, STEP_TOKENS, None if prices is None else widths))
+        self.price = (lambda layout: layout.devices) if prices is None else prices.price
+        self.race = Race(100, 0.9, max_devices, self.price, (widths[-1], widths[-1]), self._run)
 
     def _run(self, what: str, jobs: Sequence[Job]) -> list[Evaluation]:
         self.jobs += jobs
@@ -81,6 +86,10 @@ def work_rule(seed: int) -> Rule:
         )
 
     return meets
+
+
+def prices(prefill: float, decode: float) -> MachineKinds:
+    return MachineKinds(MachineKind("a", prefill, 8), MachineKind("b", decode, 8))
 
 
 class TestRuled:
@@ -129,6 +138,29 @@ class TestRuled:
         nothing = Ruled(lambda each: False, 16, widths)
         found = nothing.race.finalists(nothing.everything)
         assert [(each.layout.devices, each.complete) for each in found] == 3 * [(16, True)]
+
+    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("prefill_price", [0.4, 2.9])
+    def test_of_two_devices_the_lowest_price_is_that_of_a_list(self, seed: int, prefill_price: float) -> None:
+        ruled = Ruled(work_rule(seed), 16, prices=prices(prefill_price, 1.7))
+        lowest = min((ruled.price(each) for each in ruled.everything if ruled.rule(each)), default=None)
+        found = [ruled.price(each.layout) for each in ruled.race.finalists(ruled.everything) if ruled.race.meets(each)]
+        assert min(found, default=None) == lowest
+        assert len({*found}) <= 1, "all that meet the goal are at that price"
+        assert len(ruled.jobs) < len(ruled.everything) / 2
+
+    def test_two_devices_are_tried_from_the_lowest_price_up(self) -> None:
+        """Two prefill workers and one that decodes are fewer devices, but one and five are $10 instead of $11."""
+
+        def enough(each: ClusterLayout) -> bool:
+            return each.prefill_workers >= 2 or each.decode_workers >= 5
+
+        ruled = Ruled(enough, 8, widths=(1,), prices=prices(5.0, 1.0))
+        best = ruled.race.best(ruled.race.finalists(ruled.everything))
+        assert best is not None
+        assert replace(best.layout, step_tokens=2048) == ClusterLayout(1, 1, 5, 1, 2048)
+        whole = {job.layout for job in ruled.jobs} & {*ruled.everything}
+        assert max(map(ruled.price, whole)) == 10.0
 
     def test_without_layouts_nothing_is_simulated(self) -> None:
         ruled = Ruled(lambda each: True, 4)

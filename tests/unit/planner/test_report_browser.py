@@ -21,7 +21,7 @@ from planner.models import find_model
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan, with_grid
 from planner.search.report import html_report
-from planner.search.roofline import roofline_of
+from planner.search.roofline import rooflines_of
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
@@ -57,7 +57,7 @@ def test_the_charts_are_drawn(tmp_path: Path) -> None:
     plan = make_plan(trace, hardware, goal, SearchOptions(60))
     plan = with_grid(plan, trace, hardware, SearchOptions(60))
     page = tmp_path / "report.html"
-    page.write_text(html_report(plan, "roofline of h100", (), roofline_of(plan, hardware, trace)), encoding="utf-8")
+    page.write_text(html_report(plan, "roofline of h100", (), rooflines_of(plan, hardware, trace)), encoding="utf-8")
     expect_charts(page, tmp_path)
     chromium(page, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'page.pdf'}")
     assert len(re.findall(rb"/Type\s*/Page\b", (tmp_path / "page.pdf").read_bytes())) == 2

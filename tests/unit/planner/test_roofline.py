@@ -13,7 +13,7 @@ from planner.models import find_model
 from planner.search.goal import Goal
 from planner.search.plan import Plan, SearchOptions, make_plan, with_grid
 from planner.search.report import html_report
-from planner.search.roofline import roofline_of
+from planner.search.roofline import rooflines_of
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 
@@ -37,8 +37,7 @@ def plan(hardware: Hardware, trace: TrafficTrace) -> Plan:
 def test_prefill_is_bound_by_arithmetic_and_decode_by_memory(
     plan: Plan, hardware: Hardware, trace: TrafficTrace
 ) -> None:
-    found = roofline_of(plan, hardware, trace)
-    assert found is not None
+    (found,) = rooflines_of(plan, hardware, trace)
     assert found.ridge == pytest.approx(found.flops_per_s / found.memory_bytes_per_s)
     prefill, *decode = found.points
     assert prefill.phase == "prefill"
@@ -58,14 +57,13 @@ def test_narrow_experts_count_by_their_peak(trace: TrafficTrace) -> None:
     """Their FLOPs are many more than those of 16 bits in the same time."""
     narrow = Hardware(find_model("gpt-oss-20b"), find_device("b200"))
     plan = make_plan(trace, narrow, Goal(Slo(ttft_s=2.0, tpot_s=0.05), max_devices=2), SearchOptions(requests=200))
-    found = roofline_of(plan, narrow, trace)
-    assert found is not None
+    (found,) = rooflines_of(plan, narrow, trace)
     assert all(each.mfu <= found.mfu + 1e-9 and each.mbu <= found.mbu + 1e-9 for each in found.points)
     assert found.points[-1].what == "256 requests"
 
 
 def test_a_report_shows_it(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
-    page = html_report(plan, "roofline", (), roofline_of(plan, hardware, trace))
+    page = html_report(plan, "roofline", (), rooflines_of(plan, hardware, trace))
     assert "<div class='chart' id='roofline'>" in page
     assert "decode, 64 requests" in page
     assert "id='roofline'" not in html_report(plan, "roofline")
@@ -89,5 +87,5 @@ def test_the_grid_has_the_plan_and_its_neighbours_on_these_devices(
 
 
 def test_without_a_plan_or_a_roofline_there_is_none(plan: Plan, hardware: Hardware, trace: TrafficTrace) -> None:
-    assert roofline_of(replace(plan, chosen=None), hardware, trace) is None
-    assert roofline_of(plan, replace(hardware, constrained=0.5), trace) is None
+    assert not rooflines_of(replace(plan, chosen=None), hardware, trace)
+    assert not rooflines_of(plan, replace(hardware, constrained=0.5), trace)

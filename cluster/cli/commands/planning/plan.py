@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.commands.planning.candidates import load_candidates
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_traffic
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_costs, load_traffic
 from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
-from planner.hardware import Hardware
+from planner.hardware import RoleHardware
 from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom
 from planner.search.choices import Choice, plan_on_each
 from planner.search.costs import COST_TITLES, money
@@ -28,11 +30,12 @@ from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
 from planner.search.plan import Plan, SearchOptions, with_grid
 from planner.search.report import html_report
-from planner.search.roofline import roofline_of
+from planner.search.roofline import RooflineChart, rooflines_of
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress
-from planner.search.values import checked_source, describe_machines, formats, helm_values
+from planner.search.values import check_values, checked_source, describe_machines, helm_values
 from planner.traces.trace import TrafficTrace
+from tandem.config.model import Role
 from tandem.errors import ConfigError, InputError
 from tandem.text.words import plural
 
@@ -42,7 +45,7 @@ UNSATISFIABLE = 3  # exit code
 @dataclass(frozen=True, slots=True)
 class PlanFlags:
     """`source`: the checkpoint in the values file. A path of None is not written. `max_load`: plan for the largest load
-    that the devices serve. `growth`: of the traffic, in a month."""
+    that the devices serve. `growth`: of the traffic, in a month. `mix_roles`: plan for pairs of devices too."""
 
     traffic: TrafficFlags
     hardware: HardwareFlags
@@ -57,29 +60,30 @@ class PlanFlags:
     price: str | None = None
     max_load: bool = False
     growth: float | None = None
+    mix_roles: bool = False
 
 
 def run_plan(flags: PlanFlags) -> int:
     """Raises InputError, ConfigError."""
     source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
-    candidates = load_candidates(flags.hardware, flags.price)
+    candidates = load_candidates(flags.hardware, flags.price, mix_roles=flags.mix_roles)
     _check_before_the_search(flags, candidates)
     trace = load_traffic(flags.traffic)
     choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
-    cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
-    machines = describe_machines(plan, hardware.device)
-    roofline = roofline_of(plan, hardware, trace)
+    decode_tp = plan.finalists[0].layout.decode_tp if plan.finalists else hardware.of(Role.DECODE).widths()[0]
+    cost_model, machines = describe_costs(hardware, decode_tp), describe_machines(plan)
+    rooflines = rooflines_of(plan, hardware, trace)
     if flags.report is not None:
-        notes = [*([machines] if machines is not None else []), *map(_told, choices[1:])]
-        flags.report.write_text(html_report(plan, cost_model, notes, roofline), encoding="utf-8")
+        notes = [*_roles(plan), *([machines] if machines is not None else []), *map(_told, choices[1:])]
+        flags.report.write_text(html_report(plan, cost_model, notes, rooflines), encoding="utf-8")
     if flags.values is not None and plan.chosen is not None:
         flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
     if flags.json:
         several = {"choices": [each.to_json() for each in choices]} if len(choices) > 1 else {}
-        points = {} if roofline is None else {"roofline": asdict(roofline)}
-        print(json.dumps({"cost_model": cost_model, **plan.to_json(), **points, **several}, indent=2, allow_nan=False))
+        found = {"cost_model": cost_model, **plan.to_json(), **_roofline(rooflines), **several}
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         if len(choices) > 1:
             console().print(_choices(choices, console().width))
@@ -87,19 +91,35 @@ def run_plan(flags: PlanFlags) -> int:
     return 0 if plan.chosen is not None else UNSATISFIABLE
 
 
-def _check_before_the_search(flags: PlanFlags, candidates: Sequence[Hardware]) -> None:
+def _roofline(charts: Sequence[RooflineChart]) -> dict[str, Any]:
+    """One, or that of each role."""
+    found = [asdict(each) for each in charts]
+    if len(found) < 2:
+        return {"roofline": found[0]} if found else {}
+    return {"roofline": dict(zip((role.value for role in Role), found, strict=True))}
+
+
+def _roles(plan: Plan) -> list[str]:
+    """What is on which device, if they differ."""
+    if not plan.machines.is_mixed:
+        return []
+    places = " and ".join(f"{role} workers on {plan.machines.of_role(role).device}" for role in Role)
+    return [f"{plan.device}: {places}"]
+
+
+def _check_before_the_search(flags: PlanFlags, candidates: Sequence[RoleHardware]) -> None:
     """What would otherwise lose its result."""
     for option, path in (("--report", flags.report), ("--values", flags.values), ("--state", flags.state)):
         if path is not None:
             _check_writable(option, path)
     if flags.values is not None:
         for hardware in candidates:
-            formats(hardware)
+            check_values(hardware)
     if flags.growth is not None:
         check_growth(flags.growth, flags.goal)
     if flags.max_load:
         ttft_of(flags.goal, "--max-load")
-        if len(candidates) > 1:
+        if len(candidates) > 1 and not flags.mix_roles:
             raise ConfigError(
                 f"--max-load: expected one --device with it, got {flags.hardware.device}: plan for one after the other",
                 field="--max-load",
@@ -117,13 +137,14 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _search(trace: TrafficTrace, candidates: Sequence[Hardware], flags: PlanFlags) -> list[Choice]:
+def _search(trace: TrafficTrace, candidates: Sequence[RoleHardware], flags: PlanFlags) -> list[Choice]:
     """The best first."""
     goal, means = flags.goal, SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
     with _shown_progress(flags) as progress:
         if flags.max_load:
-            (hardware,) = candidates
-            return [Choice(hardware, plan_largest_load(trace, hardware, goal, means, flags.growth, progress))]
+            return plan_on_each(
+                trace, candidates, goal, means, progress, partial(plan_largest_load, growth=flags.growth)
+            )
         best, *others = plan_on_each(trace, candidates, goal, means, progress)
         if flags.growth is not None and best.plan is not None:
             best = replace(best, plan=with_headroom(best.plan, trace, best.hardware, means, flags.growth, progress))
@@ -156,7 +177,7 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
     traffic, *notes = plan.traffic
     rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
     console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
-    for note in (*notes, f"step times: {cost_model}"):
+    for note in (*notes, *_roles(plan), f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim", markup=False)
     if (longest_s := plan.goal.longest_step_s) is not None:
         console.print(f"note: with engine.longest_step_s: {longest_s:g}", style="dim")
@@ -197,25 +218,30 @@ def _told(choice: Choice) -> str:
     if choice.plan is None or choice.plan.chosen is None:
         return f"{found['device']} instead: {found['why_not']}"
     layout = choice.plan.chosen.layout
-    return f"{found['device']} instead: {layout}, {plural(layout.devices, 'device')}, ${choice.per_hour:.2f} per hour"
+    load = "" if choice.load is None else f", load x {choice.load:g}"
+    cost = f"{plural(layout.devices, 'device')}, ${choice.per_hour:.2f} per hour"
+    return f"{found['device']} instead: {layout}, {cost}{load}"
 
 
 def _choices(choices: Sequence[Choice], width: int) -> Table:
+    has_loads = any(each.load is not None for each in choices)
     rows = []
     for each in choices:
         found = each.to_json()
         chosen = None if each.plan is None else each.plan.chosen
+        load = ["–" if each.load is None else f"{each.load:g}"] if has_loads else []
         if chosen is None:
-            rows.append((found["device"], "–", "–", "–", found["why_not"]))
+            rows.append((found["device"], "–", "–", "–", *load, found["why_not"]))
         else:
-            rows.append((found["device"], str(chosen.layout), str(found["devices"]), f"{each.per_hour:.2f}", ""))
-    titles = ("device", "layout", "devices", "$/h", "why not")
+            cost = (str(found["devices"]), f"{each.per_hour:.2f}")
+            rows.append((found["device"], str(chosen.layout), *cost, *load, ""))
+    titles = ("device", "layout", "devices", "$/h", *(["load x"] if has_loads else []), "why not")
     left = ("device", "layout", "why not")
     return fitted(width, titles, rows, left=left, spare=("devices",), folded=left[2:], title="Devices", box=BOXED)
 
 
 def _finalists(plan: Plan, width: int) -> Table:
-    found = sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint))
+    found = sorted(plan.finalists, key=lambda found: (plan.price(found.layout), -found.joint))
     rows = [[Text(cell, "green" if plan.meets(each) else "") for cell in _row(each, plan)] for each in found]
     titles = ("layout", "devices", "$/h", "deployed", "met", "goodput", "TTFT p90", "TPOT p90", "busy")
     title = "Finalists (prefill : decode @ tokens of a step; deployed: devices of whole machines, $/h)"
@@ -226,7 +252,7 @@ def _finalists(plan: Plan, width: int) -> Table:
 def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
     layout = found.layout
     return (
-        str(layout), str(layout.devices), f"{layout.devices * plan.price_per_hour:.2f}", str(plan.deployed(layout)),
+        str(layout), str(layout.devices), f"{plan.per_hour(layout):.2f}", str(plan.deployed(layout)),
         f"{found.joint:.1%}", f"{found.goodput_per_s:.2f}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s),
         f"{found.busy:.0%}",
     )  # fmt: skip
