@@ -197,6 +197,10 @@ def plan(
         str,
         typer.Option(help="a100, h100, h200, b200, cpu or a YAML file; of several (h100,h200) the cheapest is taken."),
     ] = "h100",
+    mix_roles: Annotated[
+        bool,
+        typer.Option("--mix-roles", help="Plan for each pair too: one --device for prefill, another for decode."),
+    ] = False,
     devices: Annotated[int, typer.Option(help="Maximum number of devices.", min=1, max=1024)] = 16,
     max_load: Annotated[
         bool, typer.Option("--max-load", help="Plan for the largest --load that up to --devices devices serve.")
@@ -284,7 +288,20 @@ def plan(
         bounded_steps,
     )
     flags = PlanFlags(
-        traffic, hardware, goal, source, simulated, jobs, state, report, values, json, price, max_load, growth
+        traffic,
+        hardware,
+        goal,
+        source,
+        simulated,
+        jobs,
+        state,
+        report,
+        values,
+        json,
+        price,
+        max_load,
+        growth,
+        mix_roles,
     )
     raise typer.Exit(run_plan(flags))
 

@@ -154,6 +154,34 @@ def test_simulate_takes_a_device_for_each_role() -> None:
     assert found["tpot_s"]["p50"] < 0.9 * ours["tpot_s"]["p50"], "more memory bandwidth"
 
 
+PAIRS = ["--model", "llama-3-8b", "--device", "h100,h200", "--mix-roles", "--jobs", "1"]
+
+
+def test_pairs_of_devices_are_planned_beside_each_alone(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "2", "--simulated", "50", "--step-tokens", "2048"]
+    cheap = ["--price", "h100=1,h200=9", "--values", str(values), "--source", "/models/llama"]
+    found = json.loads(run("plan", *TRAFFIC, *PAIRS, *goal, *cheap, "--json").stdout)
+    assert [each["device"] for each in found["choices"]] == ["h100", "h200", "h100:h200", "h200:h100"]
+    assert [each["per_hour"] for each in found["choices"]] == [1, 9, 10, 10]
+    assert found["device"] == "h100"
+    assert "nodeGroups" not in yaml.safe_load(values.read_text())
+    shown = run("plan", *TRAFFIC, *PAIRS, *goal, "--growth", "0.1").stdout
+    assert "│ h200:h100 │" in shown
+    assert "load x" not in shown.partition("h200:h100")[0], "of the plan alone"
+
+
+@pytest.mark.slow
+def test_the_largest_load_of_pairs_is_looked_for_too() -> None:
+    goal = ["--ttft", "0.5", "--tpot", "0.01", "--devices", "2", "--simulated", "50", "--step-tokens", "2048"]
+    found = json.loads(run("plan", *TRAFFIC, *PAIRS, *goal, "--max-load", "--json").stdout)
+    loads = [each["load"] for each in found["choices"]]
+    assert len(loads) == 4
+    assert loads == sorted(loads, reverse=True)
+    assert found["headroom"]["load"] == loads[0]
+    assert "load x" in run("plan", *TRAFFIC, *PAIRS, *goal, "--max-load").stdout
+
+
 @pytest.mark.slow
 def test_of_several_devices_the_cheapest_is_the_plan() -> None:
     """The dearer ones, and those that the model does not fit on, are beside it."""
