@@ -22,6 +22,7 @@ MODEL_VOLUME = "/models"  # of the chart
 REDIS_SECRET = "tandem-valkey"
 HUB_SECRET = "tandem-hub-token"
 HUB_MARGIN = 1.1  # over the weights: other files of a checkpoint, and the volume's overhead
+CHART_NODES = 8  # node.maxReplicas of the chart, which node.replicas must not exceed
 GPU_IMAGE = "tandem-cuda"
 GPU_CORES = 4  # host cores per device, for routers and transfer agents too
 GPU_HOST_GIB = 32  # host memory per device: weights pass through it while loading
@@ -228,7 +229,10 @@ def _pods(machines: Sequence[Machines], hardware: RoleHardware) -> dict[str, Any
     decode workers to a group of their own."""
     first, device = machines[0], hardware.of(Role.PREFILL).device
     is_alone = len(machines) == 1 and first.count == 1
-    node: dict[str, Any] = {"replicas": first.count - 1, **_pod(first, device, is_alone=is_alone)}
+    node: dict[str, Any] = {"replicas": first.count - 1}
+    if first.count - 1 > CHART_NODES:
+        node["maxReplicas"] = first.count - 1
+    node |= _pod(first, device, is_alone=is_alone)
     values: dict[str, Any] = {"node": node}
     if device.name != "cpu":
         values |= {"image": {"repository": GPU_IMAGE}, "startupSeconds": GPU_START_S}

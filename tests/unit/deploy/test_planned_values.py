@@ -47,6 +47,7 @@ def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float
         (ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 2),
         (ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100", "meta-llama/Meta-Llama-3-8B-Instruct", 1),
         (ClusterLayout(0, 1, 1, 1, 2048), "smollm2-135m", "cpu", "smollm2-135m", 1),
+        (ClusterLayout(0, 1, 10, 8, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 10),
     ],
 )
 def test_planned_values_render_as_they_are(
@@ -184,6 +185,7 @@ def mixed_values(layout: ClusterLayout, prefill: str, decode: str, element_bytes
         (ClusterLayout(2, 1, 1, 1, 2048), (2, 1), (1, 1)),
         (ClusterLayout(5, 2, 3, 4, 2048), (8, 8), (2, 2)),
         (ClusterLayout(2, 1, 3, 8, 2048), (2, 8), (1, 3)),
+        (ClusterLayout(10, 8, 11, 8, 2048), (8, 8), (10, 11)),
     ],
 )
 def test_workers_of_each_role_go_to_nodes_of_their_device(
