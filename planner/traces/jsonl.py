@@ -2,8 +2,8 @@
 
 Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks.
 Request log: `arrival_s`, `prompt_tokens`, `output_tokens`; optionally `block_tokens` with `block_hashes` (salted;
-hexadecimal or numbers), `class`, `tenant`. Both may name a model. Other columns are refused, to catch misspellings,
-unless the user chooses rows by them.
+hexadecimal or numbers), `class`, `tenant`, and what the request took, `ttft_s` with `decode_s`. Both may name a model.
+Other columns are refused, to catch misspellings, unless the user chooses rows by them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 LOG_EARLY_S = 3600.0  # the log is in the order in which requests ended
 _MAX_ID = 2**62
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
-_LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant"}
+_MEASURED = ("ttft_s", "decode_s")
+_LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant", *_MEASURED}
 
 
 def read_mooncake(path: Path, where: Sequence[Condition] = ()) -> TrafficTrace:
@@ -56,6 +57,7 @@ def read_request_log(path: Path, where: Sequence[Condition] = ()) -> TrafficTrac
             _count(builder, line, row, "output_tokens"),
             ids,
             label,
+            _measured(builder, line, row),
         )
     return builder.build(tuple(choice.notes()))
 
@@ -72,6 +74,8 @@ def write_request_log(trace: TrafficTrace, path: Path) -> None:
             if trace.prefixes is not None:
                 row |= {"block_tokens": trace.prefixes.block_tokens}
                 row |= {"block_hashes": trace.prefixes.of(index).tolist()}
+            if (measured := trace.measured) is not None and not math.isnan(measured.ttft_s[index]):
+                row |= {name: round(float(getattr(measured, name)[index]), 6) for name in _MEASURED}
             names = zip(("class", "tenant"), trace.label_of(index), strict=True)
             file.write(json.dumps(row | {key: name for key, name in names if name}) + "\n")
 
@@ -139,6 +143,19 @@ def _number(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) 
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise builder.wrong(line, column, "a number", value)
     return float(value)
+
+
+def _measured(builder: TraceBuilder, line: int, row: dict[str, Any]) -> tuple[float, float]:
+    """NaN if the row has no times."""
+    if not any(name in row for name in _MEASURED):
+        return math.nan, math.nan
+    if missing := [name for name in _MEASURED if name not in row]:
+        raise builder.wrong(line, missing[0], "a value, because the row has the other time", "none")
+    found = [_number(builder, line, row, name) for name in _MEASURED]
+    for name, seconds in zip(_MEASURED, found, strict=True):
+        if seconds < 0:
+            raise builder.wrong(line, name, "at least 0 s", seconds)
+    return found[0], found[1]
 
 
 def _count(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) -> int:

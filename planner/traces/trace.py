@@ -52,6 +52,27 @@ class PrefixBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """What a cluster took for each request, in seconds; NaN: not measured.
+
+    Args:
+        ttft_s: [n], from receipt to the first token. decode_s: [n], from the first token to the last.
+        began_s: when the first request arrived, in the clock of the file.
+    """
+
+    ttft_s: NDArray[np.float64]
+    decode_s: NDArray[np.float64]
+    began_s: float = 0.0
+
+    @property
+    def e2e_s(self) -> NDArray[np.float64]:
+        return self.ttft_s + self.decode_s
+
+    def rows(self, index: NDArray[np.int64] | slice) -> MeasuredTimes:
+        return replace(self, ttft_s=self.ttft_s[index], decode_s=self.decode_s[index])
+
+
+@dataclass(frozen=True, slots=True)
 class TrafficTrace:
     """Requests in order of arrival; the first arrives at 0.
 
@@ -60,6 +81,7 @@ class TrafficTrace:
         prefixes: None if the source has no information on shared prefixes.
         labels: (class, tenant) pairs; `label` [n]: the index of each request. The empty class is the router's default.
         notes: changes made to the source, shown with the results.
+        measured: of a recorded cluster. None: the source has no such times, or the requests were changed since.
     """
 
     name: str
@@ -70,6 +92,7 @@ class TrafficTrace:
     labels: tuple[tuple[str, str], ...] = ((DEFAULT_CLASS, ""),)
     label: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = field(default=())
+    measured: MeasuredTimes | None = None
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -110,6 +133,8 @@ class TrafficTrace:
             output_tokens=self.output_tokens[start:end],
             prefixes=None if self.prefixes is None else self.prefixes.stretch(start, end),
             label=None if self.label is None else self.label[start:end],
+            measured=self.measured
+            and replace(self.measured.rows(slice(start, end)), began_s=self.measured.began_s + float(arrival_s[0])),
         )
 
     def rows(self, index: NDArray[np.int64], arrival_s: NDArray[np.float64]) -> TrafficTrace:
@@ -121,18 +146,16 @@ class TrafficTrace:
             output_tokens=self.output_tokens[index],
             prefixes=None if self.prefixes is None else self.prefixes.rows(index),
             label=None if self.label is None else self.label[index],
+            measured=self.measured and self.measured.rows(index),
         )
 
     def resampled(self, seed: int) -> TrafficTrace:
-        """Other traffic of this kind: blocks of √n requests in a row, drawn at random, with the times between them (the
-        circular block bootstrap of Politis and Romano, 1992)."""
+        """Other traffic of this kind: blocks of requests in a row, drawn at random, with the times between them."""
         count = len(self)
-        block = max(1, round(math.sqrt(count)))
-        starts = np.random.default_rng(seed).integers(count, size=(-(-count // block), 1))
-        index = ((starts + np.arange(block)) % count).ravel()[:count]
+        index = drawn_blocks(count, np.random.default_rng(seed))
         gaps_s = np.append(np.diff(self.arrival_s), self.span_s / count)
         arrival_s = np.concatenate([[0.0], np.cumsum(gaps_s[index])[:-1]])
-        return replace(self.rows(index, arrival_s), notes=(*self.notes, f"resampled ({seed})"))
+        return replace(self.rows(index, arrival_s), notes=(*self.notes, f"resampled ({seed})"), measured=None)
 
     def between(self, start_s: float, end_s: float) -> TrafficTrace:
         """Requests that arrive in [start_s, end_s)."""
@@ -143,7 +166,8 @@ class TrafficTrace:
         """The same requests at `factor` times the rate."""
         if factor == 1.0:
             return self
-        return replace(self, arrival_s=self.arrival_s / factor, notes=(*self.notes, f"load x {factor:g}"))
+        notes = (*self.notes, f"load x {factor:g}")
+        return replace(self, arrival_s=self.arrival_s / factor, notes=notes, measured=None)
 
     def with_lengths(self, prompt_factor: float, output_factor: float) -> TrafficTrace:
         """Scales prompts and answers. The shared prefix of a prompt keeps its length."""
@@ -152,6 +176,7 @@ class TrafficTrace:
             prompt_tokens=_scaled(self.prompt_tokens, prompt_factor),
             output_tokens=_scaled(self.output_tokens, output_factor),
             notes=(*self.notes, f"prompts x {prompt_factor:g}, answers x {output_factor:g}"),
+            measured=None,
         )
 
     def repeated(self, times: int) -> TrafficTrace:
@@ -175,7 +200,17 @@ class TrafficTrace:
             prefixes=prefixes,
             label=None if self.label is None else np.tile(self.label, times),
             notes=(*self.notes, f"repeated {times} times"),
+            measured=None,
         )
+
+
+def drawn_blocks(count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """`count` of `count` rows: blocks of √n in a row, each from a random start (the circular block bootstrap of Politis
+    and Romano, 1992)."""
+    block = max(1, round(math.sqrt(count)))
+    starts = random.integers(count, size=(-(-count // block), 1))
+    index: NDArray[np.int64] = ((starts + np.arange(block)) % count).ravel()[:count]
+    return index
 
 
 def _scaled(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
@@ -199,6 +234,7 @@ class TraceBuilder:
         self._ends: list[int] = []
         self._labels: dict[tuple[str, str], int] = {}
         self._label: list[int] = []
+        self._measured: list[tuple[float, float]] = []
 
     def add(
         self,
@@ -208,7 +244,9 @@ class TraceBuilder:
         output_tokens: int,
         ids: Sequence[int] = (),
         label: tuple[str, str] = (DEFAULT_CLASS, ""),
+        measured_s: tuple[float, float] = (math.nan, math.nan),
     ) -> None:
+        """`measured_s`: what the request took to its first token, and from there to its last."""
         if arrival_s < self._latest_s - self._most_early_s:
             raise self.wrong(
                 line, "arrival", f"at least that of the line before ({self._latest_s:g} s): sort the trace", arrival_s
@@ -229,6 +267,7 @@ class TraceBuilder:
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
         self._label.append(self._labels.setdefault(label, len(self._labels)))
+        self._measured.append(measured_s)
 
     def wrong(self, line: int, column: str, expected: str, got: object) -> InputError:
         shown = got if isinstance(got, int | float) else repr(got)[:60]
@@ -241,6 +280,8 @@ class TraceBuilder:
         prefixes = None
         if self._block_tokens is not None:
             prefixes = PrefixBlocks(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
+        ttft_s, decode_s = np.array(self._measured).T
+        measured = MeasuredTimes(ttft_s, decode_s, float(arrival_s.min()))
         trace = TrafficTrace(
             self._name,
             arrival_s - arrival_s.min(),
@@ -250,6 +291,7 @@ class TraceBuilder:
             tuple(self._labels),
             None if len(self._labels) == 1 else np.array(self._label, np.int32),
             notes,
+            None if np.isnan(ttft_s).all() else measured,
         )
         return in_order(trace) if self._most_early_s else trace
 

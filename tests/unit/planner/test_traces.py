@@ -224,6 +224,66 @@ class TestJitter:
         assert read_trace(tmp_path / "log.jsonl").notes == ()
 
 
+class TestMeasured:
+    """What a recording says that its requests took."""
+
+    ROWS = (
+        {"arrival_s": 1e9 + 5.0, "prompt_tokens": 20, "output_tokens": 3, "ttft_s": 0.2, "decode_s": 0.3},
+        {"arrival_s": 1e9 + 2.0, "prompt_tokens": 10, "output_tokens": 2, "ttft_s": 0.1, "decode_s": 0.05},
+        {"arrival_s": 1e9 + 9.0, "prompt_tokens": 30, "output_tokens": 4},
+    )
+
+    def read(self, folder: Path, *rows: object) -> TrafficTrace:
+        return read_trace(written(folder, "log.jsonl", lines(*rows)), jitter=False)
+
+    def test_it_is_read_in_the_order_of_arrival(self, tmp_path: Path) -> None:
+        measured = self.read(tmp_path, *self.ROWS).measured
+        assert measured is not None
+        assert measured.ttft_s[:2].tolist() == [0.1, 0.2]
+        assert measured.decode_s[:2].tolist() == [0.05, 0.3]
+        assert np.isnan([measured.ttft_s[2], measured.decode_s[2]]).all()
+        assert measured.began_s == 1e9 + 2.0
+
+    def test_a_recording_of_an_earlier_release_has_none(self, tmp_path: Path) -> None:
+        assert self.read(tmp_path, self.ROWS[2]).measured is None
+
+    def test_it_goes_with_its_requests(self, tmp_path: Path) -> None:
+        trace = self.read(tmp_path, *self.ROWS)
+        later = trace.between(1.0, 5.0)
+        assert later.measured is not None
+        assert (later.measured.ttft_s.tolist(), later.measured.began_s) == ([0.2], 1e9 + 5.0)
+        write_request_log(trace, path := tmp_path / "again.jsonl")
+        again = read_trace(path, jitter=False).measured
+        assert again is not None
+        assert trace.measured is not None
+        assert again.ttft_s[:2].tolist() == trace.measured.ttft_s[:2].tolist()
+        assert again.decode_s[:2].tolist() == trace.measured.decode_s[:2].tolist()
+        assert np.isnan(again.ttft_s[2])
+
+    def test_changed_requests_took_something_else(self, tmp_path: Path) -> None:
+        trace = self.read(tmp_path, *self.ROWS)
+        for changed in (trace.at_rate(2.0), trace.with_lengths(2.0, 1.0), trace.resampled(1), trace.repeated(2)):
+            assert changed.measured is None
+        assert trace.at_rate(1.0).measured is trace.measured
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"ttft_s": -0.1}, "line 1, ttft_s: expected at least 0 s, got -0.1"),
+            ({"decode_s": "fast"}, "line 1, decode_s: expected a number, got 'fast'"),
+            ({"decode_s": float("nan")}, "line 1, decode_s: expected a number"),
+        ],
+    )
+    def test_a_time_that_is_none_is_refused(self, tmp_path: Path, change: dict[str, object], said: str) -> None:
+        with pytest.raises(InputError, match=said):
+            self.read(tmp_path, self.ROWS[0] | change)
+
+    def test_one_time_without_the_other_is_refused(self, tmp_path: Path) -> None:
+        row = {name: value for name, value in self.ROWS[0].items() if name != "decode_s"}
+        with pytest.raises(InputError, match="line 1, decode_s: expected a value, because the row has the other time"):
+            self.read(tmp_path, row)
+
+
 class TestResampled:
     """Other traffic of the same kind."""
 
