@@ -93,6 +93,9 @@ def _logged(run: RequestRun, received_unix_s: float) -> _Ended:
         priority=run.terms.priority,
         tenant=run.terms.tenant,
     )
+    if (times_s := run.answer_times_s) is not None:
+        first_s, last_s = times_s
+        logged.ttft_s, logged.decode_s = first_s - run.received_s, last_s - first_s
     return logged, tuple(request.block_hashes[:MAX_BLOCKS])
 
 

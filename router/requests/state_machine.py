@@ -77,6 +77,11 @@ class RequestRun:
         return self._timeline.received_s
 
     @property
+    def answer_times_s(self) -> tuple[float, float] | None:
+        """When the answer's first and its last token so far came; None: it has none."""
+        return (self._timeline.first_token_s, self._timeline.last_token_s) if self._answer else None
+
+    @property
     def now_s(self) -> float:
         """When the event happened that it handled last."""
         return self._now_s

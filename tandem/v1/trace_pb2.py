@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/trace.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"4\n\x15RecordRequestsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\x0c\"\xc1\x01\n\rLoggedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0freceived_unix_s\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x10\n\x08priority\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0c\n\x04lost\x18\t \x01(\x04\"\x14\n\x12GetSnapshotRequest\"\x1e\n\x0eRouterSnapshot\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\x12\n\x10GetDemandRequest\"D\n\x0cRouterDemand\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ModelDemand\x12\x0c\n\x04life\x18\x02 \x01(\x04\"\xef\x02\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rqueued_tokens\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x01(\x04\x12\x18\n\x10prefilled_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x15\n\ranswer_tokens\x18\n \x01(\x04\x12\x0e\n\x06judged\x18\x0b \x01(\x04\x12\x13\n\x0bmissed_ttft\x18\x0c \x01(\x04\x12\x13\n\x0bmissed_tpot\x18\r \x01(\x04\x12 \n\x07prefill\x18\x0e \x01(\x0b\x32\x0f.tandem.v1.Pace\x12\x1f\n\x06\x64\x65\x63ode\x18\x0f \x01(\x0b\x32\x0f.tandem.v1.Pace\x12\x14\n\x0clocal_tokens\x18\x10 \x01(\x04\"h\n\x04Pace\x12\x1b\n\x13prefill_s_per_token\x18\x01 \x01(\x01\x12\x11\n\treserve_s\x18\x02 \x01(\x01\x12\x1c\n\x14transfer_s_per_token\x18\x03 \x01(\x01\x12\x12\n\x06tpot_s\x18\x04 \x03(\x01\x42\x02\x10\x01\"\"\n\x11ListTracesRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"=\n\x12ListTracesResponse\x12\'\n\x06traces\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RequestTrace\"\xec\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x17\n\x0freceived_unix_s\x18\x05 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x1d\n\x15\x63\x61\x63hed_tokens_prefill\x18\x08 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_tokens_decode\x18\t \x01(\r\x12\x1a\n\rfirst_token_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07total_s\x18\x0b \x01(\x01\x12$\n\x08\x61ttempts\x18\x0c \x03(\x0b\x32\x12.tandem.v1.Attempt\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\r \x01(\r\x12\x15\n\runused_tokens\x18\x0e \x01(\rB\x10\n\x0e_first_token_s\"\x99\x03\n\x07\x41ttempt\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1e\n\x05spans\x18\x03 \x03(\x0b\x32\x0f.tandem.v1.Span\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0e\n\x06pieces\x18\x06 \x01(\r\x12\x12\n\nsent_bytes\x18\x07 \x01(\x04\x12\x14\n\x0chidden_bytes\x18\x08 \x01(\x04\x12\x1a\n\roverlap_share\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x16\n\texposed_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12\r\n\x05\x63\x61use\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\x12*\n\x08received\x18\x0e \x01(\x0b\x32\x18.tandem.v1.ReceiveStages\x12#\n\x04sent\x18\x0f \x01(\x0b\x32\x15.tandem.v1.SendStages\x12\x12\n\ntransports\x18\x10 \x03(\tB\x10\n\x0e_overlap_shareB\x0c\n\n_exposed_s\"5\n\x04Span\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07start_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x32\xf0\x02\n\x06Traces\x12?\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x17.tandem.v1.RequestTrace\x12I\n\nListTraces\x12\x1c.tandem.v1.ListTracesRequest\x1a\x1d.tandem.v1.ListTracesResponse\x12G\n\x0bGetSnapshot\x12\x1d.tandem.v1.GetSnapshotRequest\x1a\x19.tandem.v1.RouterSnapshot\x12N\n\x0eRecordRequests\x12 .tandem.v1.RecordRequestsRequest\x1a\x18.tandem.v1.LoggedRequest0\x01\x12\x41\n\tGetDemand\x12\x1b.tandem.v1.GetDemandRequest\x1a\x17.tandem.v1.RouterDemandb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/trace.proto\x12\ttandem.v1\x1a\x16tandem/v1/worker.proto\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"4\n\x15RecordRequestsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04salt\x18\x02 \x01(\x0c\"\x85\x02\n\rLoggedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0freceived_unix_s\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x10\n\x08priority\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0c\n\x04lost\x18\t \x01(\x04\x12\x13\n\x06ttft_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08\x64\x65\x63ode_s\x18\x0b \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\x0b\n\t_decode_s\"\x14\n\x12GetSnapshotRequest\"\x1e\n\x0eRouterSnapshot\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\x12\n\x10GetDemandRequest\"D\n\x0cRouterDemand\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ModelDemand\x12\x0c\n\x04life\x18\x02 \x01(\x04\"\xef\x02\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rqueued_tokens\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x01(\x04\x12\x18\n\x10prefilled_tokens\x18\x06 \x01(\x04\x12\x15\n\rcached_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x10\n\x08\x66inished\x18\t \x01(\x04\x12\x15\n\ranswer_tokens\x18\n \x01(\x04\x12\x0e\n\x06judged\x18\x0b \x01(\x04\x12\x13\n\x0bmissed_ttft\x18\x0c \x01(\x04\x12\x13\n\x0bmissed_tpot\x18\r \x01(\x04\x12 \n\x07prefill\x18\x0e \x01(\x0b\x32\x0f.tandem.v1.Pace\x12\x1f\n\x06\x64\x65\x63ode\x18\x0f \x01(\x0b\x32\x0f.tandem.v1.Pace\x12\x14\n\x0clocal_tokens\x18\x10 \x01(\x04\"h\n\x04Pace\x12\x1b\n\x13prefill_s_per_token\x18\x01 \x01(\x01\x12\x11\n\treserve_s\x18\x02 \x01(\x01\x12\x1c\n\x14transfer_s_per_token\x18\x03 \x01(\x01\x12\x12\n\x06tpot_s\x18\x04 \x03(\x01\x42\x02\x10\x01\"\"\n\x11ListTracesRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"=\n\x12ListTracesResponse\x12\'\n\x06traces\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RequestTrace\"\xec\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x17\n\x0freceived_unix_s\x18\x05 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x1d\n\x15\x63\x61\x63hed_tokens_prefill\x18\x08 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_tokens_decode\x18\t \x01(\r\x12\x1a\n\rfirst_token_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07total_s\x18\x0b \x01(\x01\x12$\n\x08\x61ttempts\x18\x0c \x03(\x0b\x32\x12.tandem.v1.Attempt\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\r \x01(\r\x12\x15\n\runused_tokens\x18\x0e \x01(\rB\x10\n\x0e_first_token_s\"\x99\x03\n\x07\x41ttempt\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1e\n\x05spans\x18\x03 \x03(\x0b\x32\x0f.tandem.v1.Span\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0e\n\x06pieces\x18\x06 \x01(\r\x12\x12\n\nsent_bytes\x18\x07 \x01(\x04\x12\x14\n\x0chidden_bytes\x18\x08 \x01(\x04\x12\x1a\n\roverlap_share\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x16\n\texposed_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12\r\n\x05\x63\x61use\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\x12*\n\x08received\x18\x0e \x01(\x0b\x32\x18.tandem.v1.ReceiveStages\x12#\n\x04sent\x18\x0f \x01(\x0b\x32\x15.tandem.v1.SendStages\x12\x12\n\ntransports\x18\x10 \x03(\tB\x10\n\x0e_overlap_shareB\x0c\n\n_exposed_s\"5\n\x04Span\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07start_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x32\xf0\x02\n\x06Traces\x12?\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x17.tandem.v1.RequestTrace\x12I\n\nListTraces\x12\x1c.tandem.v1.ListTracesRequest\x1a\x1d.tandem.v1.ListTracesResponse\x12G\n\x0bGetSnapshot\x12\x1d.tandem.v1.GetSnapshotRequest\x1a\x19.tandem.v1.RouterSnapshot\x12N\n\x0eRecordRequests\x12 .tandem.v1.RecordRequestsRequest\x1a\x18.tandem.v1.LoggedRequest0\x01\x12\x41\n\tGetDemand\x12\x1b.tandem.v1.GetDemandRequest\x1a\x17.tandem.v1.RouterDemandb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECORDREQUESTSREQUEST']._serialized_start=99
   _globals['_RECORDREQUESTSREQUEST']._serialized_end=151
   _globals['_LOGGEDREQUEST']._serialized_start=154
-  _globals['_LOGGEDREQUEST']._serialized_end=347
-  _globals['_GETSNAPSHOTREQUEST']._serialized_start=349
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=369
-  _globals['_ROUTERSNAPSHOT']._serialized_start=371
-  _globals['_ROUTERSNAPSHOT']._serialized_end=401
-  _globals['_GETDEMANDREQUEST']._serialized_start=403
-  _globals['_GETDEMANDREQUEST']._serialized_end=421
-  _globals['_ROUTERDEMAND']._serialized_start=423
-  _globals['_ROUTERDEMAND']._serialized_end=491
-  _globals['_MODELDEMAND']._serialized_start=494
-  _globals['_MODELDEMAND']._serialized_end=861
-  _globals['_PACE']._serialized_start=863
-  _globals['_PACE']._serialized_end=967
-  _globals['_LISTTRACESREQUEST']._serialized_start=969
-  _globals['_LISTTRACESREQUEST']._serialized_end=1003
-  _globals['_LISTTRACESRESPONSE']._serialized_start=1005
-  _globals['_LISTTRACESRESPONSE']._serialized_end=1066
-  _globals['_REQUESTTRACE']._serialized_start=1069
-  _globals['_REQUESTTRACE']._serialized_end=1433
-  _globals['_ATTEMPT']._serialized_start=1436
-  _globals['_ATTEMPT']._serialized_end=1845
-  _globals['_SPAN']._serialized_start=1847
-  _globals['_SPAN']._serialized_end=1900
-  _globals['_TRACES']._serialized_start=1903
-  _globals['_TRACES']._serialized_end=2271
+  _globals['_LOGGEDREQUEST']._serialized_end=415
+  _globals['_GETSNAPSHOTREQUEST']._serialized_start=417
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=437
+  _globals['_ROUTERSNAPSHOT']._serialized_start=439
+  _globals['_ROUTERSNAPSHOT']._serialized_end=469
+  _globals['_GETDEMANDREQUEST']._serialized_start=471
+  _globals['_GETDEMANDREQUEST']._serialized_end=489
+  _globals['_ROUTERDEMAND']._serialized_start=491
+  _globals['_ROUTERDEMAND']._serialized_end=559
+  _globals['_MODELDEMAND']._serialized_start=562
+  _globals['_MODELDEMAND']._serialized_end=929
+  _globals['_PACE']._serialized_start=931
+  _globals['_PACE']._serialized_end=1035
+  _globals['_LISTTRACESREQUEST']._serialized_start=1037
+  _globals['_LISTTRACESREQUEST']._serialized_end=1071
+  _globals['_LISTTRACESRESPONSE']._serialized_start=1073
+  _globals['_LISTTRACESRESPONSE']._serialized_end=1134
+  _globals['_REQUESTTRACE']._serialized_start=1137
+  _globals['_REQUESTTRACE']._serialized_end=1501
+  _globals['_ATTEMPT']._serialized_start=1504
+  _globals['_ATTEMPT']._serialized_end=1913
+  _globals['_SPAN']._serialized_start=1915
+  _globals['_SPAN']._serialized_end=1968
+  _globals['_TRACES']._serialized_start=1971
+  _globals['_TRACES']._serialized_end=2339
 # @@protoc_insertion_point(module_scope)

@@ -78,6 +78,8 @@ class LoggedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     received_unix_s: _builtins.float
     prompt_tokens: _builtins.int
@@ -89,6 +91,10 @@ class LoggedRequest(_message.Message):
     tenant: _builtins.str
     lost: _builtins.int
     """number of requests dropped before this one, because the caller reads too slowly"""
+    ttft_s: _builtins.float
+    """seconds from its receipt to its first token; absent without an answer, and from routers of earlier releases"""
+    decode_s: _builtins.float
+    """seconds from its first token to its last; absent if `ttft_s` is"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """salted, of its full blocks"""
@@ -105,12 +111,21 @@ class LoggedRequest(_message.Message):
         priority: _builtins.str = ...,
         tenant: _builtins.str = ...,
         lost: _builtins.int = ...,
+        ttft_s: _builtins.float | None = ...,
+        decode_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_s", b"_decode_s", "_ttft_s", b"_ttft_s", "decode_s", b"decode_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_tokens", b"block_tokens", "lost", b"lost", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_s", b"_decode_s", "_ttft_s", b"_ttft_s", "block_hashes", b"block_hashes", "block_tokens", b"block_tokens", "decode_s", b"decode_s", "lost", b"lost", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "tenant", b"tenant", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__decode_s: _TypeAlias = _typing.Literal["decode_s"]  # noqa: Y015
+    _WhichOneofArgType__decode_s: _TypeAlias = _typing.Literal["_decode_s", b"_decode_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_s) -> _WhichOneofReturnType__decode_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
 
 Global___LoggedRequest: _TypeAlias = LoggedRequest  # noqa: Y015
 

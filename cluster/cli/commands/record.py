@@ -82,6 +82,8 @@ def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
         "block_tokens": logged.block_tokens,
         "block_hashes": list(logged.block_hashes),
     }
+    times_s = {name: getattr(logged, name) for name in ("ttft_s", "decode_s") if logged.HasField(name)}
+    row |= {name: round(seconds, 6) for name, seconds in times_s.items()}
     names = {"class": logged.priority, "tenant": logged.tenant}
     file.write(json.dumps(row | {key: name for key, name in names.items() if name}) + "\n")
     file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.unit.router.conftest import Cluster
 MODEL = "tiny"
 SECRET = ((SECRET_KEY, "only-the-controller-knows"),)
 SALT = b"0123456789abcdef"
+PROMPT_S, TOKEN_S = 0.05, 0.1
 SHARED = "one and the same beginning of forty characters: "
 
 
@@ -64,6 +66,35 @@ async def test_what_is_recorded_is_a_trace_with_the_shared_prefixes(cluster: Clu
     assert "beginning" not in path.read_text()
 
 
+async def test_what_a_request_took_is_recorded(cluster: Cluster, tmp_path: Path) -> None:
+    call = await listening(cluster)
+    cluster.prefill.behaviour.token_delay_s, cluster.decode.behaviour.token_delay_s = PROMPT_S, TOKEN_S
+    cluster.says("hello")
+    began_s = time.monotonic()
+    await ask(cluster, "x" * 40)
+    took_s = time.monotonic() - began_s
+    logged = await call.read()
+    call.cancel()
+    assert logged.output_tokens == 5
+    assert logged.ttft_s >= PROMPT_S
+    assert logged.decode_s >= 3 * TOKEN_S
+    assert logged.ttft_s + logged.decode_s <= took_s
+    with (path := tmp_path / "requests.jsonl").open("w") as file:
+        note(logged, Recorded(), file)
+    measured = read_trace(path, jitter=False).measured
+    assert measured is not None
+    assert (measured.ttft_s[0], measured.decode_s[0]) == pytest.approx((logged.ttft_s, logged.decode_s), abs=1e-6)
+    assert measured.began_s == pytest.approx(logged.received_unix_s, abs=1e-6)
+
+
+def test_routers_of_earlier_releases_do_not_tell_what_a_request_took(tmp_path: Path) -> None:
+    logged = trace_pb2.LoggedRequest(received_unix_s=1e9, prompt_tokens=5, output_tokens=2, block_tokens=16)
+    with (path := tmp_path / "requests.jsonl").open("w") as file:
+        note(logged, Recorded(), file)
+    assert "ttft_s" not in path.read_text()
+    assert read_trace(path, jitter=False).measured is None
+
+
 async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster: Cluster) -> None:
     first, second = await listening(cluster), await listening(cluster, salt=b"another salt of 16 or more")
     await ask(cluster, "x" * 64)
@@ -88,6 +119,8 @@ async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Cl
         note(logged, seen, file)
     call.cancel()
     assert (logged.output_tokens, seen.requests, seen.unanswered) == (0, 0, 1)
+    assert not logged.HasField("ttft_s")
+    assert not logged.HasField("decode_s")
 
 
 @pytest.mark.parametrize("salt", [b"", b"short", b"x" * 65])
