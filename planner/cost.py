@@ -226,6 +226,52 @@ class StretchedCostModel:
         return self.base.transfer_s(num_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """What a running cluster takes instead of what a cost model says: factors on the time of steps, and seconds before
+    a request's first token in which no worker computes for it (the router's and the worker's handling, the network)."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    fixed_s: float = 0.0
+
+    def of(self, base: CostModel) -> CostModel:
+        return base if self.prefill == self.decode == 1.0 else CorrectedCostModel(base, self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedCostModel:
+    """The steps of `base`, of which the decoding of a batch takes `decode` times as long, and what prompts add to it
+    `prefill` times. No step is shorter than its prompts alone, on which the search's bounds rely."""
+
+    base: CostModel
+    prefill: float
+    decode: float
+
+    @property
+    def fit_error(self) -> float | None:
+        return self.base.fit_error
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self.prefill * self.base.prefill_s(tokens, context)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.decode * self.base.decode_step_s(batch, context_tokens)
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        decode_s = self.base.step_s((), batch, context_tokens) if batch else 0.0
+        if not prefills:
+            return self.decode * decode_s
+        prompts_s = self.base.step_s(prefills, 0, 0)
+        if not batch:
+            return self.prefill * prompts_s
+        added_s = max(0.0, self.base.step_s(prefills, batch, context_tokens) - decode_s)
+        return max(self.decode * decode_s + self.prefill * added_s, self.prefill * prompts_s)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return self.base.transfer_s(num_bytes)
+
+
 def _require_count(name: str, value: int) -> None:
     if value < 0:
         raise ConfigError(f"{name}: expected at least 0, got {value}", field=name)

@@ -47,11 +47,12 @@ class IntervalHistogram:
 class RunMeasurements:
     """Times are seconds of virtual time, or since the run began; NaN: it did not happen."""
 
-    def __init__(self, trace: TrafficTrace, slo: Slo) -> None:
-        """Raises ConfigError for objectives of a class that the trace does not have."""
+    def __init__(self, trace: TrafficTrace, slo: Slo, fixed_s: float = 0.0) -> None:
+        """`fixed_s`: passes before a request reaches the router's queue, and does not count as time in it. Raises
+        ConfigError for objectives of a class that the trace does not have."""
         slo.check_classes(trace)
         requests = len(trace)
-        self._trace = trace
+        self._trace, self._fixed_s = trace, fixed_s
         self._most_ttft_s, self._most_tpot_s = slo.limits(trace)
         self.misses = 0  # requests so far that missed an objective or ended unfinished
         self._missed = np.zeros(requests, np.bool_)
@@ -82,7 +83,7 @@ class RunMeasurements:
             self.handoffs += 1
         index = _index(run)
         if not self.migrations[index]:
-            self.dispatched_s[index] = now_s
+            self.dispatched_s[index] = now_s - self._fixed_s
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
         if fact.of_answer:

@@ -171,6 +171,7 @@ class Setup:
     host: HostCores | None = None
     can_change_roles: bool = True
     device_share: float = 1.0  # of each rank; the pools' costs and sizes contain it
+    fixed_s: float = 0.0  # between a request's receipt and its first token, in which no worker computes for it
 
     def pools(self) -> list[tuple[Role, PoolSetup]]:
         pools = [(Role.DECODE, self.decode)]

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from planner.simulator.autoscaling import SimAutoscaler, objectives_of
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
+from planner.simulator.fleet import SimFleet
 from planner.simulator.measurements import RunMeasurements
 from planner.simulator.papers import with_paper
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import MeasuredTimes, TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError, InternalError
 
 Progress = Callable[[int], None]  # requests that have arrived
 _PROGRESS_EVERY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    setup: Setup
+    measurements: RunMeasurements
+    fleet: SimFleet
+    role_changes: tuple[tuple[float, int, int], ...]
 
 
 def simulate(
@@ -35,8 +46,22 @@ def simulate(
     clusters.
     """
     slo = slo or Slo()
+    run = _run(trace, setup, slo, progress, most_misses)
+    result = summarize(trace, run.setup, slo, run.measurements, run.fleet)
+    return replace(result, role_changes=run.role_changes)
+
+
+def simulated_times(trace: TrafficTrace, setup: Setup) -> MeasuredTimes:
+    """What each request takes; NaN: it does not finish. Raises ConfigError as `simulate` does."""
+    found = _run(trace, setup, Slo(), None, None).measurements
+    first_s, is_over = found.first_token_s, found.finished
+    ttft_s = np.where(is_over, first_s - trace.arrival_s, np.nan)
+    return MeasuredTimes(ttft_s, np.where(is_over, found.last_token_s - first_s, np.nan))
+
+
+def _run(trace: TrafficTrace, setup: Setup, slo: Slo, progress: Progress | None, most_misses: int | None) -> _Run:
     loop = EventLoop()
-    measurements = RunMeasurements(trace, slo)
+    measurements = RunMeasurements(trace, slo, setup.fixed_s)
     setup, rules = with_paper(replace(setup, caches=trace.prefixes is not None), slo)
     cluster = SimCluster(trace, setup, rules, loop, measurements)
     for fault in setup.faults:
@@ -48,13 +73,14 @@ def simulate(
         autoscaler = SimAutoscaler(cluster, trace, setup, objectives, loop, measurements)
 
     def arrive(index: int) -> None:
+        """At the router's queue."""
         if index + 1 < len(trace):
-            loop.call_at(float(trace.arrival_s[index + 1]), arrive, index + 1)
+            loop.call_at(float(trace.arrival_s[index + 1]) + setup.fixed_s, arrive, index + 1)
         if progress is not None and index % _PROGRESS_EVERY == 0:
             progress(index)
         cluster.arrive(index)
 
-    loop.call_at(float(trace.arrival_s[0]), arrive, 0)
+    loop.call_at(float(trace.arrival_s[0]) + setup.fixed_s, arrive, 0)
     # Millions of small objects with few cycles: garbage collection would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,8 +91,7 @@ def simulate(
             gc.enable()
     if most_misses is None or measurements.misses <= most_misses:
         _check_conservation(cluster, measurements)
-    result = summarize(trace, setup, slo, measurements, cluster.fleet)
-    return result if autoscaler is None else replace(result, role_changes=tuple(autoscaler.role_changes))
+    return _Run(setup, measurements, cluster.fleet, () if autoscaler is None else tuple(autoscaler.role_changes))
 
 
 def _never() -> bool:
