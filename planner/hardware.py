@@ -3,12 +3,14 @@ the cost of its steps."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from planner.acceptance import Acceptance
-from planner.cost import ConstrainedCostModel, CostModel, RooflineCostModel, StretchedCostModel
+from planner.calibration.file import Calibration
+from planner.cost import ConstrainedCostModel, Corrections, CostModel, RooflineCostModel, StretchedCostModel
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
@@ -29,7 +31,8 @@ _ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a bl
 class Hardware:
     """`measured`: cost models by TP width that replace the roofline model. `host`: the host that all workers share;
     None: each has its own hardware. `constrained`: the share of requests whose answers a grammar constrains, each row
-    of which takes `mask_s_per_row` more. `acceptance` None: no speculation."""
+    of which takes `mask_s_per_row` more. `acceptance` None: no speculation. `calibration` None: as the cost model
+    says."""
 
     model: PlannedModel
     device: DeviceSpec
@@ -39,6 +42,11 @@ class Hardware:
     mask_s_per_row: float = MASK_S_PER_ROW
     acceptance: Acceptance | None = None
     stretch: float = 1.0  # how many times as long as the cost model says steps take
+    calibration: Calibration | None = None
+
+    @property
+    def corrections(self) -> Corrections:
+        return Corrections() if self.calibration is None else self.calibration.corrections
 
     @property
     def name(self) -> str:
@@ -57,9 +65,10 @@ class Hardware:
 
     def cost(self, tp: int) -> CostModel:
         """Raises ConfigError when a measured model lacks this width."""
-        cost = self._free_cost(tp)
+        cost = self.base_cost(tp)
         if self.constrained:
             cost = ConstrainedCostModel(cost, self.constrained, self.mask_s_per_row)
+        cost = self.corrections.of(cost)
         return cost if self.stretch == 1.0 else StretchedCostModel(cost, self.stretch)
 
     @property
@@ -70,9 +79,15 @@ class Hardware:
     def cost_error(self, tp: int) -> float | None:
         """Mean relative error of step times of workers so wide where they were held against measurements; None: not
         known."""
-        return self.measured[tp].fit_error if self.measured else self.roofline_error or ROOFLINE_ERROR
+        without = self.measured[tp].fit_error if self.measured else self.roofline_error or ROOFLINE_ERROR
+        if (found := self.calibration) is None:
+            return without
+        if tp in found.widths:
+            return found.error
+        return None if without is None else max(found.error, without)
 
-    def _free_cost(self, tp: int) -> CostModel:
+    def base_cost(self, tp: int) -> CostModel:
+        """Neither calibrated nor with masks. Raises ConfigError when a measured model lacks this width."""
         if self.measured:
             if tp not in self.measured:
                 known = ", ".join(map(str, sorted(self.measured)))
@@ -163,6 +178,28 @@ class MixedHardware:
 
 RoleHardware: TypeAlias = Hardware | MixedHardware
 """`of(role)` is what its workers run on."""
+
+
+def cost_digest(hardware: Hardware, tp: int) -> str:
+    """Of what the times of steps are computed from, without corrections."""
+    return hashlib.blake2b(repr(hardware.base_cost(tp)).encode(), digest_size=12).hexdigest()
+
+
+def check_calibration(found: Calibration, hardware: Hardware) -> None:
+    """Raises ConfigError if it was made for other steps than those of `hardware`."""
+    for name, made_for, given in (
+        ("model", found.model, hardware.model.name), ("device", found.device, hardware.device.name)
+    ):  # fmt: skip
+        if made_for != given:
+            raise ConfigError(
+                f"--calibration: expected one made for {name} {given}, got one for {made_for}", field="--calibration"
+            )
+    if found.cost != cost_digest(hardware, found.decode_tp):
+        raise ConfigError(
+            "--calibration: expected the cost model that it corrects, got another one: calibrate again, with the same "
+            "--cost, --element-bytes and device file",
+            field="--calibration",
+        )
 
 
 def setup_of_spec(
@@ -271,7 +308,7 @@ def make_setup(
     shape = hardware.model.shape
     return Setup(
         prefill, decode, shape.layers, shape.kv_token_bytes, router, max_running_requests, max_step_tokens,
-        max_model_tokens, block_tokens, host=hardware.host,
+        max_model_tokens, block_tokens, host=hardware.host, fixed_s=hardware.corrections.fixed_s,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def fingerprint(evaluator: Evaluator) -> str:
     hardware = evaluator.hardware.of(Role.DECODE)
     rest = (
         hardware.model, hardware.device, sorted(hardware.measured), hardware.acceptance, hardware.constrained,
-        hardware.mask_s_per_row, trace.labels, evaluator.slo, evaluator.max_running_requests,
+        hardware.mask_s_per_row, hardware.corrections, trace.labels, evaluator.slo, evaluator.max_running_requests,
         evaluator.longest_step_s, evaluator.paper,
         None if trace.prefixes is None else trace.prefixes.block_tokens,
     )  # fmt: skip
