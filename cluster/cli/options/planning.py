@@ -1,4 +1,4 @@
-"""Options of `tandem profile`, `simulate`, `plan`, `bench` and `compare`."""
+"""Options of `tandem profile`, `calibrate`, `simulate`, `plan`, `bench` and `compare`."""
 
 from __future__ import annotations
 
@@ -80,6 +80,24 @@ Acceptance = Annotated[
         "request in a step (8), and the time to draft one, of a step's (0). Default: the file's of --cost, else none."
     ),
 ]
+Calibration = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="File of `tandem calibrate`, which corrects the step times. Default: none."),
+]
+OneHost = Annotated[
+    bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
+]
+Prefill = Annotated[
+    int | None, typer.Option(help="Prefill workers; 0 turns disaggregation off. Default: the spec's, else 1.")
+]
+Decode = Annotated[int | None, typer.Option(help="Decode workers. Default: the spec's, else 1.")]
+PrefillTp = Annotated[
+    int | None, typer.Option(help="Tensor-parallel ranks of each prefill worker. Default: the spec's, else 1.")
+]
+DecodeTp = Annotated[
+    int | None, typer.Option(help="Tensor-parallel ranks of each decode worker. Default: the spec's, else 1.")
+]
+Autoscale = Annotated[bool, typer.Option("--autoscale", help="Turn the autoscaler on: roles follow the load.")]
 Ttft = Annotated[
     float | None, typer.Option("--ttft", help="Objective for the time to first token, in seconds. Default: none.")
 ]
@@ -113,19 +131,12 @@ def simulate(
     expert_bytes: ExpertBytes = None,
     constrained: Constrained = 0.0,
     acceptance: Acceptance = None,
-    one_host: Annotated[
-        bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
-    ] = False,
-    prefill: Annotated[
-        int | None, typer.Option(help="Prefill workers; 0 turns disaggregation off. Default: the spec's, else 1.")
-    ] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: the spec's, else 1.")] = None,
-    prefill_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks of each prefill worker. Default: the spec's, else 1.")
-    ] = None,
-    decode_tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks of each decode worker. Default: the spec's, else 1.")
-    ] = None,
+    calibration: Calibration = None,
+    one_host: OneHost = False,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    prefill_tp: PrefillTp = None,
+    decode_tp: DecodeTp = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
     class_slo: ClassSlo = None,
@@ -149,9 +160,7 @@ def simulate(
         ),
     ] = None,
     json: Json = False,
-    autoscale: Annotated[
-        bool, typer.Option("--autoscale", help="Turn the autoscaler on: roles follow the load.")
-    ] = False,
+    autoscale: Autoscale = False,
     paper: Annotated[
         str | None,
         typer.Option(
@@ -162,7 +171,7 @@ def simulate(
 ) -> None:
     """Run a trace through a simulated cluster. Shows latencies, objectives met, and use of workers and links."""
     from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, parse_slo
-    from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
+    from cluster.cli.commands.planning.simulate import ClusterFlags, SimulateFlags, run_simulate
     from tandem.config.model import Role
 
     traffic = TrafficFlags(
@@ -170,24 +179,55 @@ def simulate(
         tuple(where or ()),
     )  # fmt: skip
     hardware = HardwareFlags(
+        model or "", device, cost, None, element_bytes, one_host, constrained, acceptance, kv_bytes, expert_bytes,
+        calibration,
+    )  # fmt: skip
+    given = zip(Role, (prefill_device, decode_device), strict=True)
+    devices = {role: name for role, name in given if name is not None}
+    cluster = ClusterFlags(config, prefill, decode, prefill_tp, decode_tp, autoscale, devices)
+    slo = parse_slo(ttft, tpot, class_slo)
+    raise typer.Exit(run_simulate(SimulateFlags(traffic, hardware, cluster, slo, tuple(fault or ()), json, paper)))
+
+
+def calibrate(
+    trace: Annotated[str, typer.Argument(help="Recording of `tandem trace record`, with measured times.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write, for --calibration of simulate and plan.")
+    ],
+    config: Config = None,
+    model: ModelName = None,
+    device: Device = "cpu",
+    cost: Cost = None,
+    element_bytes: ElementBytes = None,
+    kv_bytes: KvBytes = None,
+    expert_bytes: ExpertBytes = None,
+    constrained: Constrained = 0.0,
+    acceptance: Acceptance = None,
+    one_host: OneHost = False,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    prefill_tp: PrefillTp = None,
+    decode_tp: DecodeTp = None,
+    start: Start = 0.0,
+    duration: Duration = None,
+    requests: Requests = None,
+    where: Where = None,
+    json: Json = False,
+    autoscale: Autoscale = False,
+) -> None:
+    """Fit the step times to a cluster's recorded requests. The spec and options describe that cluster as it was."""
+    from cluster.cli.commands.planning.calibrate import CalibrateFlags, run_calibrate
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.simulate import ClusterFlags
+
+    traffic = TrafficFlags(
+        trace, start_s=start, duration_s=duration, requests=requests, jitter=False, where=tuple(where or ())
+    )
+    hardware = HardwareFlags(
         model or "", device, cost, None, element_bytes, one_host, constrained, acceptance, kv_bytes, expert_bytes
     )
-    flags = SimulateFlags(
-        traffic,
-        hardware,
-        parse_slo(ttft, tpot, class_slo),
-        config,
-        prefill,
-        decode,
-        prefill_tp,
-        decode_tp,
-        tuple(fault or ()),
-        json,
-        autoscale,
-        paper,
-        {role: name for role, name in zip(Role, (prefill_device, decode_device), strict=True) if name is not None},
-    )
-    raise typer.Exit(run_simulate(flags))
+    cluster = ClusterFlags(config, prefill, decode, prefill_tp, decode_tp, autoscale)
+    raise typer.Exit(run_calibrate(CalibrateFlags(traffic, hardware, cluster, output, json)))
 
 
 def plan(
@@ -228,6 +268,7 @@ def plan(
     expert_bytes: ExpertBytes = None,
     constrained: Constrained = 0.0,
     acceptance: Acceptance = None,
+    calibration: Calibration = None,
     step_tokens: Annotated[
         list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
     ] = None,
@@ -276,7 +317,7 @@ def plan(
     )  # fmt: skip
     hardware = HardwareFlags(
         model, device, cost, None, element_bytes, constrained=constrained, acceptance=acceptance, kv_bytes=kv_bytes,
-        expert_bytes=expert_bytes,
+        expert_bytes=expert_bytes, calibration=calibration,
     )  # fmt: skip
     goal = Goal(
         parse_slo(ttft, tpot, class_slo),
@@ -427,6 +468,7 @@ def compare(
 
 def add_to(app: typer.Typer) -> None:
     app.command()(profile)
+    app.command()(calibrate)
     app.command()(simulate)
     app.command()(plan)
     app.command()(bench)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import planner.devices
-from cluster.cli.commands.planning.inputs import parse_arrivals
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, load_traffic, parse_arrivals
+from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation
 from cluster.cli.main import app
+from planner.simulator.simulate import simulated_times
+from planner.traces.jsonl import write_request_log
+from planner.traces.trace import MeasuredTimes
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InputError, TandemError
 
@@ -316,3 +321,80 @@ def test_a_cpu_serves_fp32_unless_told_otherwise() -> None:
         return float(json.loads(result.stdout)["kv_bytes_moved"])
 
     assert kv_bytes() == kv_bytes("--element-bytes", "4") == 2 * kv_bytes("--element-bytes", "2")
+
+
+RECORDED = TrafficFlags("synthetic", "poisson:4", "600:12:0.9:0.3", requests=210)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrate")
+    """Has a recording whose requests took 1.4 times the simulated TTFT and twice the simulated TPOT."""
+    loaded = load_simulation(RECORDED, HardwareFlags("llama-3-8b", "h100"), ClusterFlags())
+    times = simulated_times(loaded.trace, loaded.setup)
+    measured = MeasuredTimes(1.4 * times.ttft_s, 2.0 * times.decode_s)
+    write_request_log(replace(loaded.trace, measured=measured), folder / "users.jsonl")
+    result = run("calibrate", str(folder / "users.jsonl"), *MODEL, "-o", str(folder / "c.json"))
+    assert result.exit_code == 0, result.output
+    (folder / "said.txt").write_text(result.stdout)
+    return folder
+
+
+class TestCalibrate:
+    def test_it_shows_the_corrections_and_their_error(self, folder: Path) -> None:
+        said = (folder / "said.txt").read_text()
+        found = json.loads((folder / "c.json").read_text())
+        assert found["decode"] == pytest.approx(2.0, rel=0.02)
+        assert f"decode steps x {found['decode']:.3f}" in said
+        assert {"TTFT p50", "TPOT p90", "end to end p95"} <= {
+            line[2:].split(" │")[0].strip() for line in said.split("\n")
+        }
+        assert f"off by {found['held_out']['error']:.0%} on average, {found['held_out']['error_before']:.0%}" in said
+
+    def test_simulate_corrects_with_it_and_says_so(self, folder: Path) -> None:
+        plain, corrected = (
+            json.loads(run("simulate", *TRAFFIC, *MODEL, *more, "--json").stdout)
+            for more in ((), ("--calibration", str(folder / "c.json")))
+        )
+        assert corrected["tpot_s"]["p50"] == pytest.approx(2.0 * plain["tpot_s"]["p50"], rel=0.1)
+        assert corrected["cost_model"].startswith("calibrated with 210 requests: prefill x ")
+        assert corrected["calibration"]["held_out"]["requests"] < 210
+        assert "calibration" not in plain
+        shown = run("simulate", *TRAFFIC, *MODEL, "--calibration", str(folder / "c.json"), "--decode-tp", "2").stdout
+        assert "for TP 2 the same factors are an assumption" in shown.replace("\n", " ")
+
+    def test_a_plan_takes_its_error_for_slower_steps(self, folder: Path, tmp_path: Path) -> None:
+        report, goal = tmp_path / "plan.html", ("--devices", "2", "--ttft", "2", "--tpot", "0.1", "--simulated", "60")
+        calibration = ("--calibration", str(folder / "c.json"))
+        result = run("plan", *TRAFFIC, *MODEL, *goal, *calibration, "--jobs", "1", "--report", str(report), "--json")
+        assert result.exit_code == 0, result.output
+        plan, error = json.loads(result.stdout), json.loads((folder / "c.json").read_text())["held_out"]["error"]
+        assert f"steps {100 * error:.0f} % slower" in {each["name"] for each in plan["variants"]}
+        assert plan["calibration"]["decode"] == pytest.approx(2.0, rel=0.02)
+        assert "calibrated with 210 requests" in plan["cost_model"]
+        assert "calibrated with 210 requests" in report.read_text()
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--model", "llama-3-8b", "--device", "h200"), "made for device h200, got one for h100"),
+            (("--model", "llama-2-7b", "--device", "h100"), "made for model llama-2-7b, got one for llama-3-8b"),
+            ((*MODEL, "--element-bytes", "1"), "expected the cost model that it corrects"),
+        ],
+    )
+    def test_it_holds_for_nothing_else(self, folder: Path, options: tuple[str, ...], said: str) -> None:
+        result = run("simulate", *TRAFFIC, *options, "--calibration", str(folder / "c.json"))
+        assert isinstance(result.exception, ConfigError)
+        assert said in result.exception.message
+
+    def test_a_recording_without_times_writes_nothing(self, folder: Path, tmp_path: Path) -> None:
+        write_request_log(load_traffic(RECORDED), tmp_path / "old.jsonl")
+        result = run("calibrate", str(tmp_path / "old.jsonl"), *MODEL, "-o", str(tmp_path / "c.json"))
+        assert isinstance(result.exception, InputError)
+        assert "old.jsonl: expected requests with measured times" in result.exception.message
+        assert not (tmp_path / "c.json").exists()
+
+    def test_a_file_that_cannot_be_written_is_refused_before_the_simulations(self, folder: Path) -> None:
+        result = run("calibrate", str(folder / "users.jsonl"), *MODEL, "-o", str(folder / "none" / "c.json"))
+        assert isinstance(result.exception, InputError)
+        assert "--output: expected a file that can be written" in result.exception.message

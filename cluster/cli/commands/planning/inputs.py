@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from planner.acceptance import Acceptance
+from planner.calibration.file import read_calibration
 from planner.cost import CostModel
 from planner.devices import DeviceSpec, find_device
 from planner.fitted import (
@@ -19,7 +22,7 @@ from planner.fitted import (
     read_measured,
     read_splitwise,
 )
-from planner.hardware import Hardware, MixedHardware, RoleHardware
+from planner.hardware import Hardware, MixedHardware, RoleHardware, check_calibration
 from planner.models import ElementSizes, find_model
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
@@ -28,7 +31,7 @@ from planner.traces.rows import parse_conditions
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, InputError
 
 SYNTHETIC = "synthetic"
 _NUMBERS = {"poisson": 1, "gamma": 2, "ramp": 3, "diurnal": 3}
@@ -57,7 +60,8 @@ class TrafficFlags:
 @dataclass(frozen=True, slots=True)
 class HardwareFlags:
     """`cost`: a table or measured cost model: FILE, FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
-    the cores of the host on which it was measured. `constrained`: the share of requests with a schema or grammar."""
+    the cores of the host on which it was measured. `constrained`: the share of requests with a schema or grammar.
+    `calibration`: a file of `tandem calibrate`."""
 
     model: str
     device: str
@@ -69,6 +73,7 @@ class HardwareFlags:
     acceptance: str | None = None
     kv_bytes: float | None = None  # None: as element_bytes
     expert_bytes: float | None = None  # None: as published, or as element_bytes
+    calibration: Path | None = None
 
 
 def parse_slo(ttft: float | None, tpot: float | None, of_class: Sequence[str] | None) -> Slo:
@@ -171,6 +176,15 @@ def _floats(option: str, text: str, expected: str, counts: tuple[int, ...]) -> l
 
 def load_hardware(flags: HardwareFlags) -> Hardware:
     """Raises ConfigError."""
+    hardware = _uncalibrated(flags)
+    if flags.calibration is None:
+        return hardware
+    found = read_calibration(flags.calibration)
+    check_calibration(found, hardware)
+    return replace(hardware, calibration=found)
+
+
+def _uncalibrated(flags: HardwareFlags) -> Hardware:
     device = find_device(flags.device)
     if flags.price is not None:
         device = device.model_copy(update={"price_per_hour": flags.price})
@@ -241,15 +255,23 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
     return read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
 
 
-def describe_costs(hardware: RoleHardware, tp: int) -> str:
-    """`tp`: of decode workers."""
+def calibration_json(hardware: RoleHardware) -> dict[str, Any]:
+    found = None if hardware.is_mixed else hardware.of(Role.DECODE).calibration
+    return {} if found is None else {"calibration": found.model_dump(mode="json")}
+
+
+def describe_costs(hardware: RoleHardware, tp: int, others: Iterable[int] = ()) -> str:
+    """`tp`: of decode workers, beside workers of other widths."""
     if not hardware.is_mixed:
-        return describe_cost(hardware.of(Role.DECODE), tp)
+        return describe_cost(hardware.of(Role.DECODE), tp, others)
     return "; ".join(f"{role}: {describe_cost(hardware.of(role), tp)}" for role in Role)  # no device is measured
 
 
-def describe_cost(hardware: Hardware, tp: int) -> str:
-    """The source of the step times and their error."""
+def describe_cost(hardware: Hardware, tp: int, others: Iterable[int] = ()) -> str:
+    """The source of the step times and their error, for decode workers `tp` wide beside workers of other widths."""
+    if (calibration := hardware.calibration) is not None:
+        uncorrected = describe_cost(replace(hardware, calibration=None), tp)
+        return "; ".join((str(calibration), *calibration.notes_for({tp, *others}), f"without it: {uncorrected}"))
     if (gap := hardware.model.gap) is not None:
         served = replace(hardware, model=replace(hardware.model, gap=None))
         lacks = f"; Tandem's engine does not serve {hardware.model.name}: it lacks {gap}"
@@ -276,3 +298,10 @@ def describe_cost(hardware: Hardware, tp: int) -> str:
         else f"; {host.cores} ranks run in parallel, then with steps {host.contention:g} times as long"
     )
     return f"measured at TP {tp}: {known}{shared}"
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises InputError."""
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"{option}: expected a file that can be written, got {path}", field=option)

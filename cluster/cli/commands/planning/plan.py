@@ -19,7 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.commands.planning.candidates import load_candidates
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_costs, load_traffic
+from cluster.cli.commands.planning.inputs import (
+    HardwareFlags,
+    TrafficFlags,
+    calibration_json,
+    check_writable,
+    describe_costs,
+    load_traffic,
+)
 from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import RoleHardware
@@ -36,7 +43,7 @@ from planner.search.trials import RESAMPLES, SearchProgress
 from planner.search.values import check_values, checked_source, describe_machines, helm_values
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
-from tandem.errors import ConfigError, InputError
+from tandem.errors import ConfigError
 from tandem.text.words import plural
 
 UNSATISFIABLE = 3  # exit code
@@ -72,8 +79,13 @@ def run_plan(flags: PlanFlags) -> int:
     choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
-    decode_tp = plan.finalists[0].layout.decode_tp if plan.finalists else hardware.of(Role.DECODE).widths()[0]
-    cost_model, machines = describe_costs(hardware, decode_tp), describe_machines(plan)
+    shown = plan.finalists[0].layout if plan.finalists else None
+    cost_model = (
+        describe_costs(hardware, hardware.of(Role.DECODE).widths()[0])
+        if shown is None
+        else describe_costs(hardware, shown.decode_tp, (tp for _, tp in shown.widths))
+    )
+    machines = describe_machines(plan)
     rooflines = rooflines_of(plan, hardware, trace)
     if flags.report is not None:
         notes = [*_roles(plan), *([machines] if machines is not None else []), *map(_told, choices[1:])]
@@ -82,8 +94,8 @@ def run_plan(flags: PlanFlags) -> int:
         flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
     if flags.json:
         several = {"choices": [each.to_json() for each in choices]} if len(choices) > 1 else {}
-        found = {"cost_model": cost_model, **plan.to_json(), **_roofline(rooflines), **several}
-        print(json.dumps(found, indent=2, allow_nan=False))
+        found = {"cost_model": cost_model, **calibration_json(hardware), **plan.to_json(), **_roofline(rooflines)}
+        print(json.dumps({**found, **several}, indent=2, allow_nan=False))
     else:
         if len(choices) > 1:
             console().print(_choices(choices, console().width))
@@ -111,7 +123,7 @@ def _check_before_the_search(flags: PlanFlags, candidates: Sequence[RoleHardware
     """What would otherwise lose its result."""
     for option, path in (("--report", flags.report), ("--values", flags.values), ("--state", flags.state)):
         if path is not None:
-            _check_writable(option, path)
+            check_writable(option, path)
     if flags.values is not None:
         for hardware in candidates:
             check_values(hardware)
@@ -124,12 +136,6 @@ def _check_before_the_search(flags: PlanFlags, candidates: Sequence[RoleHardware
                 f"--max-load: expected one --device with it, got {flags.hardware.device}: plan for one after the other",
                 field="--max-load",
             )
-
-
-def _check_writable(option: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{option}: expected a file that can be written, got {path}", field=option)
 
 
 def _cores() -> int:

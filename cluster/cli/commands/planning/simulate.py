@@ -16,13 +16,14 @@ from rich.table import Table
 from cluster.cli.commands.planning.inputs import (
     HardwareFlags,
     TrafficFlags,
+    calibration_json,
     describe_costs,
     load_role_hardware,
     load_traffic,
 )
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
-from planner.hardware import setup_of_spec
+from planner.hardware import RoleHardware, setup_of_spec
 from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Paper, Setup, Slo
@@ -34,51 +35,72 @@ from tandem.text.words import plural
 
 
 @dataclass(frozen=True, slots=True)
-class SimulateFlags:
-    """`devices`: of the roles whose device is not that of `hardware`."""
+class ClusterFlags:
+    """The cluster to simulate: a spec, and options that override it. `devices`: of the roles whose device is not that
+    of the hardware."""
 
-    traffic: TrafficFlags
-    hardware: HardwareFlags
-    slo: Slo
     config: Path | None = None
     prefill: int | None = None
     decode: int | None = None
     prefill_tp: int | None = None
     decode_tp: int | None = None
+    autoscale: bool = False
+    devices: Mapping[Role, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateFlags:
+    traffic: TrafficFlags
+    hardware: HardwareFlags
+    cluster: ClusterFlags
+    slo: Slo
     faults: tuple[str, ...] = ()
     json: bool = False
-    autoscale: bool = False
     paper: str | None = None
-    devices: Mapping[Role, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSimulation:
+    trace: TrafficTrace
+    hardware: RoleHardware
+    setup: Setup
+
+
+def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: ClusterFlags) -> LoadedSimulation:
+    """Raises InputError, ConfigError."""
+    changes = {
+        "models.0.prefill.workers": cluster.prefill,
+        "models.0.decode.workers": cluster.decode,
+        "models.0.prefill.tp": cluster.prefill_tp,
+        "models.0.decode.tp": cluster.decode_tp,
+        "autoscaler.enabled": True if cluster.autoscale else None,
+    }
+    spec = load_spec(cluster.config, changes)
+    wanted = replace(hardware, model=hardware.model or spec.models[0].source)
+    loaded = load_role_hardware(wanted, _devices(cluster, has_prefill=bool(spec.models[0].prefill.workers)))
+    trace = load_traffic(traffic)
+    trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
+    mean_tokens = float(trace.prompt_tokens.mean())
+    setup = setup_of_spec(spec, loaded, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
+    return LoadedSimulation(trace, loaded, setup)
 
 
 def run_simulate(flags: SimulateFlags) -> int:
     """Raises InputError, ConfigError."""
-    changes = {
-        "models.0.prefill.workers": flags.prefill,
-        "models.0.decode.workers": flags.decode,
-        "models.0.prefill.tp": flags.prefill_tp,
-        "models.0.decode.tp": flags.decode_tp,
-        "autoscaler.enabled": True if flags.autoscale else None,
-    }
-    spec = load_spec(flags.config, changes)
-    wanted = replace(flags.hardware, model=flags.hardware.model or spec.models[0].source)
-    hardware = load_role_hardware(wanted, _devices(flags, has_prefill=bool(spec.models[0].prefill.workers)))
-    trace = load_traffic(flags.traffic)
-    trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
-    mean_tokens = float(trace.prompt_tokens.mean())
-    setup = setup_of_spec(spec, hardware, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
-    setup = replace(setup, faults=tuple(Fault.parse(each) for each in flags.faults), paper=_paper(flags.paper))
-    cost = describe_costs(hardware, setup.decode.tp)
+    loaded = load_simulation(flags.traffic, flags.hardware, flags.cluster)
+    faults = tuple(Fault.parse(each) for each in flags.faults)
+    trace, setup = loaded.trace, replace(loaded.setup, faults=faults, paper=_paper(flags.paper))
+    cost = describe_costs(loaded.hardware, setup.decode.tp, (pool.tp for _, pool in setup.pools()))
     result = _run(trace, setup, flags)
     if flags.json:
-        print(json.dumps({"cost_model": cost, "paper": setup.paper, **result.to_json()}, indent=2, allow_nan=False))
+        about = {"cost_model": cost, **calibration_json(loaded.hardware), "paper": setup.paper}
+        print(json.dumps({**about, **result.to_json()}, indent=2, allow_nan=False))
     else:
         show(result, setup, cost, console())
     return 0
 
 
-def _devices(flags: SimulateFlags, *, has_prefill: bool) -> Mapping[Role, str]:
+def _devices(flags: ClusterFlags, *, has_prefill: bool) -> Mapping[Role, str]:
     """Raises ConfigError for a device of workers that are not there."""
     if has_prefill or not flags.devices:
         return flags.devices
