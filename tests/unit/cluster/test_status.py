@@ -74,18 +74,22 @@ def test_eighty_columns_shorten_no_name_and_leave_the_promised_columns() -> None
 
 
 def test_what_an_engine_cannot_do_is_told_once_for_all_its_workers() -> None:
-    """A worker from before there were capabilities can do everything, as Tandem's engine can."""
+    """A worker from before there were capabilities can do what Tandem's engine could then."""
     told = status()
     for each in told.workers:
         each.info.can.names.append("grammars")
     told.workers.append(worker("decode-2", cluster_pb2.ROLE_DECODE))
     told.workers.append(worker("decode-3", cluster_pb2.ROLE_DECODE))
-    told.workers[-1].info.can.names.extend(["grammars", "moves", "prompt_logprobs", "of a later version"])
+    told.workers[-1].info.can.names.extend(["embeddings", "grammars", "moves", "prompt_logprobs", "of a later version"])
     console = Console(width=200, file=io.StringIO(), record=True)
     show(told, console, {})
     lines = [line for line in console.export_text().splitlines() if "without" in line]
-    assert lines == ["decode-0 (prefill), decode-1: engine without moves, prompt_logprobs"]
-    assert [each["cannot"] for each in to_json(told)["workers"]] == [["moves", "prompt_logprobs"]] * 2 + [[], []]
+    assert lines == [
+        "decode-0 (prefill), decode-1: engine without embeddings, moves, prompt_logprobs",
+        "decode-2: engine without embeddings",
+    ]
+    lacking = [each["cannot"] for each in to_json(told)["workers"]]
+    assert lacking == [["embeddings", "moves", "prompt_logprobs"]] * 2 + [["embeddings"], []]
 
 
 def test_the_scheme_of_the_edge_and_the_logs_are_told() -> None:

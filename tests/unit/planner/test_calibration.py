@@ -346,11 +346,11 @@ class TestHardware:
 
     def test_its_error_on_other_requests_is_that_of_a_plan(self, found: Calibration) -> None:
         corrected = hardware(calibration=found)
-        assert corrected.cost_error([1]) == found.held_out.error
+        assert corrected.cost_error(1) == found.held_out.error
         device = find_device("h100").cost_error
         assert device is not None
-        assert corrected.cost_error([1, 2]) == max(device, found.held_out.error)
-        assert hardware().cost_error([2]) == device != ROOFLINE_ERROR
+        assert corrected.cost_error(2) == max(device, found.held_out.error)
+        assert hardware().cost_error(2) == device != ROOFLINE_ERROR
 
     def test_other_widths_are_noted(self, found: Calibration) -> None:
         assert found.notes_for({1}) == ()

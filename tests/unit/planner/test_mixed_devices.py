@@ -13,7 +13,7 @@ import pytest
 
 from cluster.cli.commands.planning.candidates import load_candidates
 from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, load_role_hardware
-from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
+from cluster.cli.commands.planning.simulate import ClusterFlags, SimulateFlags, run_simulate
 from planner.devices import LinkSpec, find_device
 from planner.hardware import Hardware, MixedHardware, RoleHardware, setup_of_spec
 from planner.models import find_model
@@ -340,9 +340,8 @@ class TestSimulate:
         flags = SimulateFlags(
             TrafficFlags("synthetic"),
             HardwareFlags("llama-3-8b", "h200"),
+            ClusterFlags(prefill=0, devices={Role.PREFILL: "h100"}),
             Slo(),
-            prefill=0,
-            devices={Role.PREFILL: "h100"},
         )
         with pytest.raises(ConfigError, match="--prefill-device: expected none, because the cluster has no prefill"):
             run_simulate(flags)
