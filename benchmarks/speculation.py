@@ -90,6 +90,7 @@ HEADS, BRANCHES, EXIT_LAYER, VOCABULARY = 4, 4, 6, 4096
 class Sizes:
     copied: int = 90  # tokens
     written: int = 80
+    compared: int = 48
     runs: int = 5
     batch: int = 32
     streams: int = 16
@@ -104,6 +105,7 @@ class Sizes:
 QUICK = Sizes(
     copied=6,
     written=4,
+    compared=4,
     runs=1,
     batch=3,
     streams=2,
@@ -289,10 +291,10 @@ def measure_proposers(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 
 def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     """The share of answers that are equal, token for token, with `batch_invariant`: batches of 1, 8 and 32, of all
-    proposers."""
+    proposers, which propose as many tokens as they can."""
     tokenizer = Tokenizer.load(model_dir)
     temperatures = (0.0, SAMPLED, 0.4, 1.0)[: max(2, sizes.batch // 8)]
-    asked = [Asked(prompt, each, sizes.copied) for prompt in (*COPIES, *CHATS) for each in temperatures]
+    asked = [Asked(prompt, each, sizes.compared) for prompt in (*COPIES, *CHATS) for each in temperatures]
     equal = total = 0
     with tempfile.TemporaryDirectory() as folder:
         options = {"kv_blocks": 1500, "threads_per_rank": 2, "batch_invariant": True}
@@ -304,6 +306,7 @@ def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         ]
         expected = [answers(plain, tokenizer, some, together=True)[1] for some in batches]
         for name, settings in speculating(model_dir, sizes).items():
+            settings = settings | {"speculation_adaptive": False}
             ours = single_rank(model_dir, Path(folder) / name, None, None, **options, **settings)
             for some, without in zip(batches, expected, strict=True):
                 with_it = answers(ours, tokenizer, some, together=True)[1]
