@@ -14,6 +14,7 @@ class Unit(StrEnum):
     SHARE = "share"
     COUNT = "count"
     BYTES = "bytes"
+    DOLLARS = "$"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,17 @@
-"""A plan as one self-contained HTML file: tables, and interactive charts with plotly inlined."""
+"""A plan as one HTML page."""
 
 from __future__ import annotations
 
-import base64
-import gzip
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
+from planner.search.page import Chart, html_page
 from planner.search.plan import Plan
 from planner.search.roofline import RooflineChart
 from planner.search.trials import RESAMPLES
@@ -30,36 +28,6 @@ _LEGEND = (
     "MFU, MBU: shares of a device's peaks that a step reaches, all-reduces and overheads included; decode with up to "
     "as many requests as a worker runs; FLOPs as of 16 bits",
 )
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid #d1d9e0 }
-th:first-child, td:first-child, .text { text-align: left }
-.plan { border-left: 4px solid #1a7f37; padding: .4rem 1rem; background: #f6f8fa }
-.miss { border-left: 4px solid #cf222e; padding: .4rem 1rem; background: #f6f8fa }
-.charts { display: grid; grid-template-columns: 1fr 1fr; column-gap: 1rem } .charts > div { min-width: 0 }
-.chart { height: 330px } .note { color: #59636e; font-size: .9rem }
-@page { size: A4; margin: 12mm }
-@media print {
-  body { zoom: .63; max-width: none; margin: 0; padding: 0 }
-  .chart, table, .plan, .miss { break-inside: avoid } h2 { break-after: avoid; margin-top: 1rem }
-}
-"""
-# Plotly takes 4.8 MB; packed, a report stays below 3 MB.
-_DRAW = """
-(async () => {
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (each) => each.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const script = document.createElement("script");
-  script.textContent = await new Response(stream).text();
-  document.head.append(script);
-  for (const chart of document.querySelectorAll(".chart")) {
-    const figure = JSON.parse(document.getElementById(chart.id + "-figure").textContent);
-    await Plotly.newPlot(chart, figure.data, figure.layout, { responsive: true, displayModeBar: false });
-  }
-})();
-"""
 
 
 def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), rooflines: Sequence[RooflineChart] = ()) -> str:
@@ -81,22 +49,13 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), rooflines
     if len(rooflines) > 1:
         for name, role in (("roofline", Role.PREFILL), ("roofline-decode", Role.DECODE)):
             titles[name] = f"What a device does in a step: {role} on {escape(plan.machines.of_role(role).device)}"
-    charts = "".join(
-        f"<div><h2>{titles[name]}</h2><div class='chart' id='{name}'></div>"
-        f"<script type='application/json' id='{name}-figure'>{_json(figure)}</script></div>"
-        for name, figure in figures
-    )
-    plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9)).decode()
     notes = "".join(f"<li>{escape(note)}</li>" for note in (*_LEGEND, *more))
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>Plan for {escape(plan.model)}</title><style>{_STYLE}</style>"
-        "</head><body>"
+    return html_page(
+        f"Plan for {plan.model}",
         f"<h1>{escape(plan.model)} on {escape(plan.device)}, {plan.requests_per_s:.2f} requests/s</h1>"
-        f"{_summary(plan)}{_assumptions(plan, cost_model)}<div class='charts'>{charts}</div>"
-        f"<h2>Layouts simulated to their end</h2>{_table(plan)}"
-        f"<h2>Notes</h2><ul class='note'>{notes}</ul>"
-        f"<script type='text/plain' id='plotly'>{plotly}</script><script>{_DRAW}</script></body></html>"
+        f"{_summary(plan)}{_assumptions(plan, cost_model)}",
+        [Chart(name, titles[name], figure) for name, figure in figures],
+        f"<h2>Layouts simulated to their end</h2>{_table(plan)}<h2>Notes</h2><ul class='note'>{notes}</ul>",
     )
 
 
@@ -123,12 +82,6 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
     )
     cells = "".join(f"<tr><td>{name}</td><td class='text'>{escape(text)}</td></tr>" for name, text in rows)
     return f"<h2>Assumptions</h2><table>{cells}</table>"
-
-
-def _json(figure: go.Figure) -> str:
-    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}, margin={"t": 40, "r": 20})
-    # "</" would end the script element.
-    return str(figure.to_json()).replace("</", "<\\/")
 
 
 def _summary(plan: Plan) -> str:

@@ -459,11 +459,12 @@ def compare(
     a: Result,
     b: Result,
     json: Json = False,
+    report: Annotated[Path | None, typer.Option(help="HTML page of two plans to write. Default: none.")] = None,
 ) -> None:
-    """Compare two results of `simulate` or `bench`. For example two ratios, or Tandem and another server."""
+    """Compare two results of `simulate` or `bench`, such as two ratios or Tandem and another server, or two plans."""
     from cluster.cli.commands.planning.compare import run_compare
 
-    raise typer.Exit(run_compare(a, b, json))
+    raise typer.Exit(run_compare(a, b, json, report))
 
 
 def add_to(app: typer.Typer) -> None:
