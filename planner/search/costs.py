@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.search.evaluate import Evaluation
 from planner.search.machines import MachineKinds
@@ -76,7 +76,7 @@ def better_at_the_price(chosen: Evaluation, others: Sequence[Evaluation], machin
 def costs_of(found: Evaluation, part: TrafficTrace, whole: TrafficTrace, machines: MachineKinds) -> tuple[Cost, ...]:
     """In the part that was simulated, at the rates of the simulation; over the whole trace, whose quiet hours are paid
     too; and as deployed, on whole machines if there are several."""
-    devices, per_hour = found.layout.devices, machines.per_hour(found.layout)
+    devices, per_hour = found.layout.devices, replace(machines, are_whole=False).per_hour(found.layout)
     simulated, recorded = Rates(part.requests_per_s, found.tokens_per_s, found.output_tokens_per_s), Rates.of(whole)
     deployed = machines.deployed(found.layout)
     return (

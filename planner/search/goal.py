@@ -13,7 +13,7 @@ from tandem.errors import ConfigError
 class Goal:
     """`attainment`: the share of requests that must meet both objectives. `confidence`: the share of other traffics of
     the same kind for which they must too. `bounds_steps`: steps with prompts and answers aim at the TPOT objective
-    (engine.longest_step_s)."""
+    (engine.longest_step_s). `whole_machines`: layouts are ordered by what they cost as deployed."""
 
     slo: Slo
     attainment: float = 0.95
@@ -22,6 +22,7 @@ class Goal:
     max_running_requests: int = 256
     confidence: float = 0.0
     bounds_steps: bool = False
+    whole_machines: bool = False
 
     @property
     def longest_step_s(self) -> float | None:

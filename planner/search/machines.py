@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.devices import DeviceSpec
@@ -71,14 +71,17 @@ class Deployed:
 
 @dataclass(frozen=True, slots=True)
 class MachineKinds:
-    """Those of prefill workers and of decode workers. Roles of one kind share machines."""
+    """Those of prefill and of decode workers. Roles of one kind share machines. `are_whole`: a layout costs what
+    its machines cost, not only the devices of its workers."""
 
     prefill: MachineKind
     decode: MachineKind
+    are_whole: bool = False
 
     @classmethod
-    def of(cls, hardware: RoleHardware) -> MachineKinds:
-        return cls(*(MachineKind.of(hardware.of(role).device) for role in (Role.PREFILL, Role.DECODE)))
+    def of(cls, hardware: RoleHardware, *, are_whole: bool = False) -> MachineKinds:
+        prefill, decode = (MachineKind.of(hardware.of(role).device) for role in (Role.PREFILL, Role.DECODE))
+        return cls(prefill, decode, are_whole)
 
     @property
     def is_mixed(self) -> bool:
@@ -101,17 +104,22 @@ class MachineKinds:
         return self.prefill if role is Role.PREFILL else self.decode
 
     def per_hour(self, layout: ClusterLayout) -> float:
-        """Dollars for the devices of its workers."""
+        """Dollars for the devices of its workers, or for its machines."""
+        if self.are_whole:
+            return self.deployed(layout).per_hour
         return self._dollars({role: layout.devices_of(role) for role in Role})
+
+    def devices(self, layout: ClusterLayout) -> int:
+        """That are paid."""
+        return self.deployed(layout).devices if self.are_whole else layout.devices
 
     def price(self, layout: ClusterLayout) -> float:
         """What layouts are ordered by: dollars per hour, or the number of devices if all cost the same or nothing."""
-        return layout.devices if self._has_one_price else self.per_hour(layout)
+        return self.devices(layout) if self._has_one_price else self.per_hour(layout)
 
     def deployed_price(self, layout: ClusterLayout) -> float:
         """The same on whole machines."""
-        found = self.deployed(layout)
-        return found.devices if self._has_one_price else found.per_hour
+        return replace(self, are_whole=True).price(layout)
 
     def machines(self, layout: ClusterLayout) -> tuple[Machines, ...]:
         """Those of all workers, or of two kinds those of each role, prefill first."""

@@ -150,7 +150,7 @@ class PlanSearch:
         goal.slo.check_classes(trace)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
-        self._machines = MachineKinds.of(hardware)
+        self._machines = MachineKinds.of(hardware, are_whole=goal.whole_machines)
         self._everything = _layouts(hardware, goal)
         evaluator = Evaluator(
             self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
@@ -213,7 +213,7 @@ class PlanSearch:
             finalists=tuple(finalists),
             variants=tuple(variants),
             resampled=tuple(resampled),
-            verdict=verdict(race.best(apart), race.best(together), goal, is_mixed=hardware.is_mixed),
+            verdict=verdict(race.best(apart), race.best(together), goal, self._machines),
             same_price=None if chosen is None else self._better_at_the_price(chosen, finalists),
         )
 

@@ -10,6 +10,7 @@ from planner.search.analytic import MEANING, Analysis, Bounds
 from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
+from planner.search.machines import MachineKinds
 from planner.search.race import DEARER
 from planner.search.trials import RESAMPLES, Resampled
 from tandem.text.words import plural
@@ -25,8 +26,9 @@ class Miss:
     explanation: str
 
 
-def verdict(separate: Evaluation | None, together: Evaluation | None, goal: Goal, *, is_mixed: bool = False) -> str:
-    """Whether disaggregation pays for this traffic and hardware. `is_mixed`: no layout on it is aggregated."""
+def verdict(separate: Evaluation | None, together: Evaluation | None, goal: Goal, machines: MachineKinds) -> str:
+    """Whether disaggregation pays for this traffic and hardware. On machines of two kinds no layout is aggregated."""
+    is_mixed = machines.is_mixed
     if is_mixed and separate is None:
         return "no layout meets the objectives"
     if is_mixed:
@@ -37,9 +39,9 @@ def verdict(separate: Evaluation | None, together: Evaluation | None, goal: Goal
         tried = plural(goal.max_devices, "device")
         return f"disaggregation pays: no aggregated layout of up to {tried} meets the objectives"
     if separate is None:
-        tried = plural(min(goal.max_devices, int(DEARER * together.layout.devices)), "device")
+        tried = plural(min(goal.max_devices, int(DEARER * machines.devices(together.layout))), "device")
         return f"disaggregation does not pay: no disaggregated layout of up to {tried} meets the objectives"
-    few, many = separate.layout.devices, together.layout.devices
+    few, many = machines.devices(separate.layout), machines.devices(together.layout)
     if few < many:
         return f"disaggregation pays: {plural(few, 'device')} instead of {many} aggregated"
     if few > many:

@@ -278,6 +278,10 @@ def plan(
             "--bounded-steps", help="Plan with engine.longest_step_s: steps with prompts and answers aim at --tpot."
         ),
     ] = False,
+    whole_machines: Annotated[
+        bool,
+        typer.Option("--whole-machines", help="The cheapest as deployed, on whole machines, instead of by devices."),
+    ] = False,
     running: Annotated[int, typer.Option(help="Maximum number of running requests per worker.", min=1, max=4096)] = 256,
     source: Annotated[
         str | None, typer.Option(help="Model in the values file: ORG/NAME or a folder. Default: --model.")
@@ -327,6 +331,7 @@ def plan(
         running,
         confidence,
         bounded_steps,
+        whole_machines,
     )
     flags = PlanFlags(
         traffic,

@@ -179,6 +179,21 @@ class TestSearch:
         assert found.deployed(found.chosen.layout) == found.deployed(found.same_price.layout)
         assert found.to_json()["same_price"]["deployed"]["devices"] == 4
 
+    def test_asked_for_whole_machines_it_plans_with_all_of_their_devices(self) -> None:
+        device = find_device("h100").model_copy(update={"devices_per_node": 2})
+        narrow = Hardware(find_model("llama-3-8b"), device)
+        by_devices = make_plan(traffic(88.0), narrow, replace(GOAL, max_devices=4), OPTIONS)
+        found = make_plan(traffic(88.0), narrow, replace(GOAL, max_devices=4, whole_machines=True), OPTIONS)
+        assert by_devices.chosen is not None
+        assert found.chosen is not None
+        assert (by_devices.chosen.layout.devices, found.chosen.layout.devices) == (3, 4)
+        assert found.chosen.joint > by_devices.chosen.joint
+        assert found.same_price is None
+        assert found.price(by_devices.chosen.layout) == found.price(found.chosen.layout) == 4
+        assert found.per_hour(by_devices.chosen.layout) == found.costs[-1].per_hour == 4 * device.price_per_hour
+        assert by_devices.per_hour(by_devices.chosen.layout) == 3 * device.price_per_hour
+        assert "3 device" not in found.verdict
+
     def test_each_layout_has_its_price_on_whole_machines(self) -> None:
         chosen = plan().chosen
         assert chosen is not None
