@@ -41,13 +41,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> dict[str, Pat
     ("drafter", "decode_tp"),
     [
         ("lookup", 1), ("lookahead", 1), ("draft", 1), ("early_exit", 1), ("medusa", 1), ("eagle3", 1),
-        ("draft", 2), ("eagle3", 2),
+        ("trees", 1), ("draft", 2), ("eagle3", 2), ("trees", 2),
     ],
 )  # fmt: skip
 async def test_clients_read_the_same_whatever_drafts(
     routed: StartRouted, tiny: Path, heads: dict[str, Path], drafter: str, decode_tp: int
 ) -> None:
-    drafts = {"speculation": drafter, "speculation_adaptive": False}
+    drafts: dict[str, Any] = {"speculation": drafter, "speculation_adaptive": False}
+    if drafter == "trees":
+        drafter, drafts = "medusa", drafts | {"speculation": "medusa", "speculation_branches": 3}
     drafts |= {"speculation_model": str(heads[drafter])} if drafter in heads else {}
     drafts |= {"speculation_weights": "int8"} if drafter == "draft" else {}
     read: list[Sequence[Read]] = []
