@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from router.testing.stub_worker import until
 from tandem.config.router import RouterSpec
 from tests.unit.router.conftest import MODEL, Cluster
 
@@ -91,6 +92,16 @@ async def test_a_request_has_at_most_so_many_headers(cluster: Cluster, count: in
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert answer.count(b"HTTP/1.1") == 1
     assert bool(cluster.decode.received) == (status == b"200")
+
+
+async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: Cluster) -> None:
+    cluster.says("slowly" * 20)
+    cluster.decode.behaviour.token_delay_s = 0.05
+    body = b'{"model":"tiny","prompt":"x","max_tokens":100' + b" " * 300_000 + b"}"
+    _, writer = await connect(cluster, HEAD + b"content-length: %d\r\n\r\n" % len(body), body)
+    await until(lambda: bool(cluster.decode.received))
+    writer.close()
+    await until(lambda: cluster.ends("cancelled") == 1)
 
 
 async def test_a_connection_without_a_request_is_closed(cluster: Cluster) -> None:
