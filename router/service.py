@@ -26,6 +26,7 @@ from router.requests.validation import (
     ServingModel,
     ValidRequest,
     prompt_chars,
+    renamed,
 )
 from router.texts.chat import Chat
 from tandem.errors import InputError, ModelNotFound, OverloadedError, RateLimited, TandemError
@@ -38,10 +39,12 @@ MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers o
 MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
+BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
+PART_TOKENS = 4096  # of a part: what a busy worker takes a few seconds for
 PART_WAIT_S = 60.0  # without a deadline, for room in the queue
 PART_RETRY_S = 0.1
-BIAS_TOKENS = 8  # likewise for an entry of logit_bias
+Parsed = tuple[ServingModel, ValidRequest]
 
 
 class RouterService:
@@ -161,20 +164,21 @@ class RouterService:
         request_id: str,
         terms: RequestTerms,
     ) -> AsyncGenerator[Answers]:
-        """As `submit_all`, at most `most` at a time: the next ones are submitted when the caller asks for them. All are
-        parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue has no room waits
-        for it, unless it is the first."""
+        """As `submit_all`, at most `most` or PART_TOKENS at a time: the next ones are submitted when the caller asks for
+        them. All are parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue has no
+        room waits for it, unless it is the first."""
         parsed = await self._parse_all(raws, request_id, terms, fields)
         self._check_limits([request for _, request in parsed], terms)
         end_s = terms.deadline_s or time.monotonic() + PART_WAIT_S
-        for at in range(0, len(parsed), most):
-            part_id = request_id if len(parsed) <= most else f"{request_id}-part{at // most}"
+        parts = _parts(parsed, most)
+        for number, part in enumerate(parts):
+            part_id = request_id if len(parts) == 1 else f"{request_id}-part{number}"
             while True:
                 try:
-                    answers = await self._submit_parsed(parsed[at : at + most], 1, part_id, terms)
+                    answers = await self._submit_parsed(part, 1, part_id, terms)
                     break
                 except OverloadedError as error:
-                    if not at or time.monotonic() > end_s:
+                    if not number or time.monotonic() > end_s:
                         raise
                     delay_s = error.retry_after_s or 0.0
                 await asyncio.sleep(min(max(delay_s, PART_RETRY_S), 1.0))
@@ -182,24 +186,20 @@ class RouterService:
 
     async def _parse_all(
         self, raws: Sequence[RawRequest], request_id: str, terms: RequestTerms | None, fields: Sequence[str] = ()
-    ) -> list[tuple[ServingModel, ValidRequest]]:
-        parsed: list[tuple[ServingModel, ValidRequest]] = []
+    ) -> list[Parsed]:
+        parsed: list[Parsed] = []
         for number, raw in enumerate(raws):
             if number:
                 await asyncio.sleep(0)  # a short prompt is parsed on the event loop; many take long
             try:
                 parsed.append(await self._parse(raw, terms, model_required=True, request_id=request_id))
             except InputError as error:
-                if not fields or error.field != "prompt":
-                    raise
-                raise type(error)(
-                    error.message.replace("prompt:", f"{fields[number]}:", 1), field=fields[number]
-                ) from None
+                raise (renamed(error, fields[number]) if fields else error) from None
         return parsed
 
     async def _submit_parsed(
         self,
-        parsed: Sequence[tuple[ServingModel, ValidRequest]],
+        parsed: Sequence[Parsed],
         choices: int,
         request_id: str,
         terms: RequestTerms | None,
@@ -360,6 +360,19 @@ def max_logprobs(request: ValidRequest) -> int:
     sampling = request.sampling
     prompt = 0 if sampling.prompt_logprobs is None else (1 + sampling.prompt_logprobs) * request.prompt_tokens
     return prompt + (0 if sampling.logprobs is None else (1 + sampling.logprobs) * sampling.max_tokens)
+
+
+def _parts(parsed: Sequence[Parsed], most: int) -> list[list[Parsed]]:
+    """In order, of at most `most` requests and, but for a single one, PART_TOKENS tokens each."""
+    parts: list[list[Parsed]] = [[]]
+    tokens = 0
+    for each in parsed:
+        tokens += each[1].prompt_tokens
+        if parts[-1] and (len(parts[-1]) == most or tokens > PART_TOKENS):
+            parts.append([])
+            tokens = each[1].prompt_tokens
+        parts[-1].append(each)
+    return parts
 
 
 def _prompt_tokens(requests: Sequence[ValidRequest]) -> int:

@@ -35,6 +35,12 @@ class Choice:
             return math.inf
         return self.plan.per_hour(self.plan.chosen.layout)
 
+    @property
+    def closest(self) -> float:
+        """The share of requests within their objectives that a layout came closest with."""
+        finalists = () if self.plan is None else self.plan.finalists
+        return max((each.joint for each in finalists if each.complete), default=0.0)
+
     def to_json(self) -> dict[str, Any]:
         chosen = None if self.plan is None else self.plan.chosen
         miss = None if self.plan is None else self.plan.miss
@@ -82,4 +88,6 @@ def plan_on_each(
             found.append(Choice(hardware, None, error.message))
     if len(errors) == len(candidates):
         raise errors[0]
-    return sorted(found, key=lambda choice: (-(choice.load or 0.0), choice.per_hour, choice.plan is None))
+    return sorted(
+        found, key=lambda choice: (-(choice.load or 0.0), choice.per_hour, choice.plan is None, -choice.closest)
+    )

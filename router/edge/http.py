@@ -63,6 +63,7 @@ from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
 from router.request_terms import TENANT
 from router.requests.answers import Answers
+from router.requests.validation import renamed
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
 from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
@@ -223,6 +224,8 @@ class HttpEdge:
                 connection.when_lost(answers.cancel)
                 try:
                     await answers.collect()
+                except InputError as error:  # of a text that no worker could hold
+                    raise renamed(error, parsed.fields[0].partition(".")[0]) from None
                 finally:
                     answers.cancel()
                     connection.when_lost(None)

@@ -388,6 +388,13 @@ def sampling_defaults(model_dir: Path) -> RawSampling:
     return RawSampling(**number)
 
 
+def renamed(error: InputError, field: str) -> InputError:
+    """Of a prompt that has another name for the client."""
+    if error.field != "prompt":
+        return error
+    return type(error)(error.message.replace("prompt:", f"{field}:", 1), field=field)
+
+
 def _session(name: str, cache_salt: bytes) -> bytes:
     """The salt as key separates sessions of the same name of different tenants."""
     return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()

@@ -200,7 +200,8 @@ class EngineSpec(Frozen):
         if self.speculation_branches and tree > self.max_step_tokens:
             raise ValueError(
                 f"speculation_branches: expected a tree of at most max_step_tokens ({self.max_step_tokens}), got "
-                f"{tree} tokens: lower it, or speculation_tokens"
+                f"{tree} tokens, (1 + speculation_branches) x (1 + speculation_tokens): lower one of them, or raise "
+                "max_step_tokens"
             )
         if kind != "early_exit" and layers is not None:
             raise ValueError(f"speculation_layers: expected none with speculation {kind}, got {layers}")

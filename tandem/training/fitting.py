@@ -168,3 +168,4 @@ def write_parts(folder: Path, file: str, tensors: dict[str, Tensor], config: dic
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).chmod((folder / "config.json").stat().st_mode)  # else its owner alone could read it

@@ -156,6 +156,7 @@ class Embedding(AnswerStruct):
 
 
 class EmbeddingList(AnswerStruct):
+    id: str
     model: str
     data: list[Embedding]
     usage: EmbeddingUsage
@@ -220,7 +221,7 @@ def embedding_list(given: EmbeddingRequest, found: Embedded) -> EmbeddingList:
             return Embedding(number, base64.b64encode(row.astype("<f4").tobytes()).decode())
         return Embedding(number, row.tolist())
 
-    return EmbeddingList(found.model, one_by_one(made, range(len(found.rows))), found.usage)
+    return EmbeddingList(found.answer_id, found.model, one_by_one(made, range(len(found.rows))), found.usage)
 
 
 def score_list(given: ScoreRequest, found: Embedded) -> ScoreList:

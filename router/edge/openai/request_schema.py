@@ -367,7 +367,7 @@ def _path(fault: ErrorDetails) -> list[str]:
     return [str(part) for number, part in enumerate(places) if number == key or not _is_union_branch(part)]
 
 
-_MODELS = ("TextPart", "TextContent", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")
+_MODELS = ("TextPart", "TextContent", "DocumentText", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")
 _TAGS = ("Function", "Custom", "Grammar", "AnyText", "Format", "StructuralTag")  # clients' keys have no capitals
 _BRANCHES = frozenset(["str", "int", "float", *_MODELS, *_TAGS])
 
