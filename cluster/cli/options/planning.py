@@ -466,7 +466,7 @@ def compare(
     json: Json = False,
     report: Annotated[Path | None, typer.Option(help="HTML page of two plans to write. Default: none.")] = None,
 ) -> None:
-    """Compare two results of `simulate` or `bench`, such as two ratios or Tandem and another server, or two plans."""
+    """Compare two results or two plans. Results are those of `simulate` or `bench`, such as of two ratios."""
     from cluster.cli.commands.planning.compare import run_compare
 
     raise typer.Exit(run_compare(a, b, json, report))
