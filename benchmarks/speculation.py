@@ -90,7 +90,7 @@ HEADS, BRANCHES, EXIT_LAYER, VOCABULARY = 4, 4, 6, 4096
 class Sizes:
     copied: int = 90  # tokens
     written: int = 80
-    compared: int = 48
+    compared: int = 20
     runs: int = 5
     batch: int = 32
     streams: int = 16
