@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PROPOSERS = ("lookahead", "draft", "early_exit", "medusa", "eagle3")
+PROPOSERS = ("lookahead", "draft", "early_exit", "medusa", "medusa_tree", "eagle3")
 Figures = Callable[..., dict[str, dict[str, Any]]]
 
 
