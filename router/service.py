@@ -164,9 +164,9 @@ class RouterService:
         request_id: str,
         terms: RequestTerms,
     ) -> AsyncGenerator[Answers]:
-        """As `submit_all`, at most `most` or PART_TOKENS at a time: the next ones are submitted when the caller asks for
-        them. All are parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue has no
-        room waits for it, unless it is the first."""
+        """As `submit_all`, at most `most` or PART_TOKENS at a time: the next ones are submitted when the caller asks
+        for them. All are parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue
+        has no room waits for it, unless it is the first."""
         parsed = await self._parse_all(raws, request_id, terms, fields)
         self._check_limits([request for _, request in parsed], terms)
         end_s = terms.deadline_s or time.monotonic() + PART_WAIT_S

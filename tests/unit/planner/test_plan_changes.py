@@ -12,9 +12,9 @@ from cluster.cli.commands.planning.compare import run_compare
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
-from planner.plan_changes import NOTHING, PlanChanges
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan
+from planner.search.plan_changes import NOTHING, PlanChanges
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
