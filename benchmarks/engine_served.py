@@ -58,7 +58,7 @@ class ServedPair:
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens per second of all prompts together, from when every answer has begun until the first one ends. The
         prefill worker has the prompts cached before, so all of them are soon handed off and decode together."""
-        cached = self._wait(self._answer_all(self._grpc, [LoadRequest(prompt, 1) for prompt in prompts]))
+        cached = self._wait(self._answer_all(self._grpc, [LoadRequest(prompt, 2) for prompt in prompts]))
         if not all(answer.handed_off for answer, _ in cached):
             raise RuntimeError("served: expected every prompt to be handed off, got some that were not")
         for attempt in range(ATTEMPTS):
