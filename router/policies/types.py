@@ -25,7 +25,7 @@ class PlacementQuery(
     answer_tokens: int = 0  # expected length of the answer
     session: bytes | None = None  # digest of the client's session key
     number: int = 0  # requests placed before it
-    is_prompt_alone: bool = False  # whoever computes the prompt gives the whole answer: one token
+    is_prompt_alone: bool = False  # its answer is one token, which comes with the prompt
     prefill_s: float | None = None  # time until the soonest prefill worker would finish the prompt
     decode: Candidate | None = None  # the chosen decode worker, while the prefill worker is chosen
 

@@ -127,8 +127,10 @@ class ModelRunner:
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        embeds = embedding_samples([each for each in sequences for _ in range(each.samples)])
-        embedded = self._model.normed(hidden_of_samples[embeds]) if embeds else None
+        embedded = None
+        if any(each.embeds for each in sequences):
+            of_samples = [each for each in sequences for _ in range(each.samples)]
+            embedded = self._model.normed(hidden_of_samples[embedding_samples(of_samples)])
         return launched(
             sequences, logits, best, inputs[sampled], scores, self._reports.flush, self._draw_rows, embedded
         )

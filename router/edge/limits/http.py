@@ -129,7 +129,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._request_began_s = None
         super().on_message_complete()
         if not self.pipeline:
-            self.flow.resume_reading()  # a large body stops it, and then nobody would notice that the client leaves
+            self.flow.resume_reading()  # a large body has paused it, which hides that the client leaves
 
     def pause_writing(self) -> None:
         self._unread_since_s = self.loop.time()

@@ -11,9 +11,9 @@ from cluster.cli.commands.planning.inputs import parse_slo
 from planner.devices import find_device
 from planner.hardware import Hardware, make_setup
 from planner.models import find_model
+from planner.pages.report import html_report
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan
-from planner.search.report import html_report
 from planner.simulator.measurements import RunMeasurements
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate

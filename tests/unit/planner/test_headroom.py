@@ -11,6 +11,7 @@ import pytest
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
+from planner.pages.report import html_report
 from planner.search.analytic import allowed_misses
 from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom
 from planner.search.evaluate import Evaluator, Job
@@ -18,7 +19,6 @@ from planner.search.goal import Goal
 from planner.search.headroom import LEAST_LOAD, PRECISION, Headroom, largest_load
 from planner.search.layout import layouts
 from planner.search.plan import Plan, SearchOptions, make_plan
-from planner.search.report import html_report
 from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.trials import RESAMPLES, Trials
 from planner.simulator.setup import Slo

@@ -17,6 +17,7 @@ from cluster.cli.commands.planning.simulate import ClusterFlags, SimulateFlags, 
 from planner.devices import LinkSpec, find_device
 from planner.hardware import Hardware, MixedHardware, RoleHardware, setup_of_spec
 from planner.models import find_model
+from planner.pages.report import html_report
 from planner.search.capacity import plan_largest_load
 from planner.search.choices import plan_on_each
 from planner.search.evaluate import Evaluator, Job
@@ -25,7 +26,6 @@ from planner.search.headroom import Headroom
 from planner.search.layout import ClusterLayout
 from planner.search.machines import Deployed, MachineKind, MachineKinds, Machines
 from planner.search.plan import Plan, SearchOptions, make_plan, with_grid
-from planner.search.report import html_report
 from planner.search.roofline import rooflines_of
 from planner.search.simulation_pool import Journal, fingerprint
 from planner.search.trials import SearchProgress

@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import ElementSizes, find_model
+from planner.pages.report import html_report
 from planner.search.analytic import Analysis, Limit
 from planner.search.costs import better_at_the_price, costs_of
 from planner.search.evaluate import Evaluation, Evaluator, Job
@@ -25,7 +26,6 @@ from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
 from planner.search.machines import MachineKind, MachineKinds
 from planner.search.plan import Plan, SearchOptions, make_plan
-from planner.search.report import html_report
 from planner.search.simulation_pool import Journal, SimulationPool, fingerprint
 from planner.search.traffic import busiest
 from planner.search.trials import RESAMPLES

@@ -18,9 +18,9 @@ import yaml
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
+from planner.pages.report import html_report
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan, with_grid
-from planner.search.report import html_report
 from planner.search.roofline import rooflines_of
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cluster.cli.commands.planning.simulate import seconds
 from planner.compare import MetricRow, Unit, compared, doubts, is_result
-from planner.search.changes_page import changes_page
+from planner.pages.changes_page import changes_page
 from planner.search.plan_changes import PlanChanges, is_plan
 from tandem.errors import InputError
 from tandem.text.words import size

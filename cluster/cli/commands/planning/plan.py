@@ -30,13 +30,13 @@ from cluster.cli.commands.planning.inputs import (
 from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import RoleHardware
+from planner.pages.report import html_report
 from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom
 from planner.search.choices import Choice, plan_on_each
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
 from planner.search.plan import Plan, SearchOptions, with_grid
-from planner.search.report import html_report
 from planner.search.roofline import RooflineChart, rooflines_of
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress

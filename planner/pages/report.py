@@ -9,9 +9,9 @@ from html import escape
 
 import plotly.graph_objects as go
 
+from planner.pages.page import Chart, html_page
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
-from planner.search.page import Chart, html_page
 from planner.search.plan import Plan
 from planner.search.roofline import RooflineChart
 from planner.search.trials import RESAMPLES

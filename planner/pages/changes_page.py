@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from planner.search.page import Chart, html_page
+from planner.pages.page import Chart, html_page
 from planner.search.plan_changes import PlanChanges, layout_in
 
 BEFORE, AFTER = "#afb8c1", "#1f6feb"

@@ -1,0 +1,1 @@
+"""Plans, and what changed between two, as HTML pages."""
