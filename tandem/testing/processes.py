@@ -8,9 +8,10 @@ import psutil
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also if no parent has read its exit code: in a container, that may never happen."""
+    """Also if no parent has read its exit code: in a container, that may never happen. And if another process now has
+    its number."""
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

@@ -58,7 +58,7 @@ class Cluster:
     ca: Path | None = None  # of the edge's certificate; None: no TLS
     has_routers: bool = True
     started_in_s: float = 0.0
-    descendants: set[int] = field(default_factory=set)
+    descendants: set[psutil.Process] = field(default_factory=set)
 
     @property
     def base_url(self) -> str:
@@ -122,7 +122,7 @@ class Cluster:
             time.sleep(0.2)
 
     def note_descendants(self) -> None:
-        self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+        self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def stop(self) -> int:
         if self.process.poll() is not None:

@@ -173,38 +173,58 @@ async def statuses(base_url: str, count: int) -> Counter[int]:
         return Counter(reply.status_code for reply in await asyncio.gather(*calls))
 
 
+def wait_ready(process: subprocess.Popen[str], folder: Path) -> dict[str, Any] | None:
+    """The state that `up` writes once it serves, or None if it refuses to start."""
+    deadline_s = time.monotonic() + 120
+    state: dict[str, Any] = {}
+    while not state.get("is_ready"):
+        if process.poll() is not None:
+            assert process.returncode == 2, (folder / "up.log").read_text()
+            return None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+        with suppress(FileNotFoundError):
+            state = json.loads((folder / "tandem" / "little.json").read_text())
+    return state
+
+
+def asked_mib(group: MemoryGroup, given_mib: int, folder: Path) -> int:
+    """What a start in `given_mib` is refused for, with what the command itself uses."""
+    group.limit(given_mib << 20)
+    with up(group, folder) as process:
+        assert process.wait(120) == 2, (folder / "up.log").read_text()
+    return told_mib(given_mib, folder)
+
+
+def told_mib(given_mib: int, folder: Path) -> int:
+    said = (folder / "up.log").read_text()
+    match = re.search(r"about (\d+) MiB are needed .* and (\d+) MiB are available", said)
+    assert match is not None, said
+    return int(match[1]) + given_mib - int(match[2])
+
+
 @pytest.mark.slow
 @pytest.mark.acceptance(23, here="100 long prompts at once in what a start asks for, and a start in 20 % less")
 def test_with_too_little_memory_nothing_starts_and_with_what_is_asked_for_nothing_is_killed(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model", max_positions=4096, layers=4, kv_heads=4)
     (tmp_path / "cluster.yaml").write_text(SPEC.replace("MODEL", str(model)))
+    found: Counter[int] = Counter()
     with ExitStack() as stack:
         try:
             group = stack.enter_context(memory_group())
         except OSError as error:
             pytest.skip(f"no control group of its own: {error}")
-        group.limit(300 << 20)
-        with up(group, tmp_path) as process:
-            assert process.wait(120) == 2
-            said = (tmp_path / "up.log").read_text()
-        match = re.search(r"about (\d+) MiB are needed .* and (\d+) MiB are available", said)
-        assert match is not None, said
-        asked = int(match[1]) + 300 - int(match[2])  # with what the command itself uses
-        group.limit(asked * 4 // 5 << 20)
-        with up(group, tmp_path) as process:
-            assert process.wait(120) == 2, (tmp_path / "up.log").read_text()
-        group.limit(asked + 8 << 20)
-        with up(group, tmp_path) as process:
-            state: dict[str, Any] = {}
-            deadline_s = time.monotonic() + 120
-            while not state.get("is_ready"):
-                assert process.poll() is None
-                assert time.monotonic() < deadline_s
-                time.sleep(0.2)
-                with suppress(FileNotFoundError):
-                    state = json.loads((tmp_path / "tandem" / "little.json").read_text())
-            found = asyncio.run(statuses(f"http://{state['http']}", 100))
-            assert process.poll() is None
+        asked = asked_mib(group, 300, tmp_path)
+        asked_mib(group, asked * 4 // 5, tmp_path)
+        for _ in range(3):  # what the kernel counts for the command itself differs from start to start
+            given = asked + 8
+            group.limit(given << 20)
+            with up(group, tmp_path) as process:
+                if (state := wait_ready(process, tmp_path)) is not None:
+                    found = asyncio.run(statuses(f"http://{state['http']}", 100))
+                    assert process.poll() is None
+                    break
+            asked = told_mib(given, tmp_path)
         assert group.kills == 0
     assert set(found) <= {200, 429, 503}
-    assert found[200] > 0
+    assert found[200] > 0, (tmp_path / "up.log").read_text()
