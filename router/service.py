@@ -18,6 +18,7 @@ from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms, TermsParser
+from router.requests.answer_limits import check_answers, check_predictions, fit_logprobs
 from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
 from router.requests.validation import (
@@ -30,13 +31,8 @@ from router.requests.validation import (
 )
 from router.texts.chat import Chat
 from tandem.errors import InputError, ModelNotFound, OverloadedError, RateLimited, TandemError
-from tandem.text.words import plural
 from tandem.v1 import cluster_pb2
 
-MAX_LOGPROBS = 1 << 20  # in the answers to one call: about 60 MB of JSON
-LEAST_OPEN_TOKENS = 1024  # an answer without max_tokens is not cut shorter than this because of its logprobs
-MAX_PREDICTED = 1 << 20  # characters or tokens of predictions, of all answers of a call
-MAX_ECHO_CHARS = 1 << 24  # likewise: prompts that are repeated in their answers
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
@@ -148,11 +144,19 @@ class RouterService:
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice. Only
         choice 0 gets the prompt's logprobs.
         """
-        _check_predictions(raws, len(raws) * choices)
+        try:
+            check_predictions(raws, len(raws) * choices)
+        except InputError as error:
+            self.rejected(raws[0].model, error)
+            raise
         parsed = await self._parse_all(raws, request_id, terms)
         requests = fit_logprobs([request for _, request in parsed], raws, choices)
         parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
-        self._check_answers(requests, choices)
+        try:
+            check_answers(requests, choices)
+        except InputError as error:
+            self.rejected(requests[0].model, error)
+            raise
         self._check_limits(requests, terms)
         return await self._submit_parsed(parsed, choices, request_id, terms)
 
@@ -247,28 +251,6 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    def _check_answers(self, requests: Sequence[ValidRequest], choices: int) -> None:
-        """Checks what the answers may hold together. Raises InputError."""
-        scores = choices * sum(map(max_logprobs, requests))
-        echoed = choices * sum(len(request.echo or "") for request in requests)
-        asked = f"from {plural(len(requests), 'prompt')} with {plural(choices, 'choice')} each"
-        error = None
-        if scores > MAX_LOGPROBS:
-            error = InputError(
-                f"logprobs: expected at most {MAX_LOGPROBS} in all answers together, got {scores} {asked}: lower n, "
-                "logprobs or max_tokens (absent: the rest of the context), or send fewer or shorter prompts",
-                field="logprobs",
-            )
-        elif echoed > MAX_ECHO_CHARS:
-            error = InputError(
-                f"echo: expected at most {MAX_ECHO_CHARS} characters in all answers together, got {echoed} {asked}: "
-                "lower n, leave echo out, or send fewer or shorter prompts",
-                field="echo",
-            )
-        if error is not None:
-            self.rejected(requests[0].model, error)
-            raise error
-
     def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         """Checks the caller's token rate before submission. Raises RateLimited."""
         if terms is None or terms.call is None:
@@ -334,34 +316,6 @@ class RouterService:
         return any(self.model_ready(name) for name in self._bases)
 
 
-def fit_logprobs(requests: Sequence[ValidRequest], raws: Sequence[RawRequest], choices: int) -> list[ValidRequest]:
-    """Lowers the `max_tokens` of answers with logprobs whose client left it out, so that all fit MAX_LOGPROBS. Changes
-    nothing if less than LEAST_OPEN_TOKENS would be left for each: that is refused instead."""
-    is_open = [raw.sampling.max_tokens is None for raw in raws]
-
-    def lowered(most: int) -> list[ValidRequest]:
-        return [_lowered(each, most) if open_ else each for each, open_ in zip(requests, is_open, strict=True)]
-
-    shortest = sum(map(max_logprobs, lowered(1)))
-    per_token = sum(map(max_logprobs, lowered(2))) - shortest  # of all open answers, one token longer
-    if not per_token or (most := 1 + (MAX_LOGPROBS // choices - shortest) // per_token) < LEAST_OPEN_TOKENS:
-        return list(requests)
-    return lowered(most)
-
-
-def _lowered(request: ValidRequest, max_tokens: int) -> ValidRequest:
-    if request.sampling.logprobs is None or request.sampling.max_tokens <= max_tokens:
-        return request
-    return structs.replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
-
-
-def max_logprobs(request: ValidRequest) -> int:
-    """The most that one answer may hold: of its prompt and of its tokens."""
-    sampling = request.sampling
-    prompt = 0 if sampling.prompt_logprobs is None else (1 + sampling.prompt_logprobs) * request.prompt_tokens
-    return prompt + (0 if sampling.logprobs is None else (1 + sampling.logprobs) * sampling.max_tokens)
-
-
 def _parts(parsed: Sequence[Parsed], most: int) -> list[list[Parsed]]:
     """In order, of at most `most` requests and, but for a single one, PART_TOKENS tokens each."""
     parts: list[list[Parsed]] = [[]]
@@ -377,17 +331,6 @@ def _parts(parsed: Sequence[Parsed], most: int) -> list[list[Parsed]]:
 
 def _prompt_tokens(requests: Sequence[ValidRequest]) -> int:
     return sum(request.prompt_tokens for request in requests)
-
-
-def _check_predictions(raws: Sequence[RawRequest], total: int) -> None:
-    """Each answer has its own copy on its way to a worker."""
-    size = max((len(raw.prediction) for raw in raws if raw.prediction is not None), default=0)
-    if total > 1 and size * total > MAX_PREDICTED:
-        raise InputError(
-            f"prediction: expected at most {MAX_PREDICTED} characters or tokens for all answers together, got {size} "
-            f"for each of {total}: shorten it, or ask for fewer answers at a time",
-            field="prediction",
-        )
 
 
 def _submit_tokens(request: ValidRequest) -> int:

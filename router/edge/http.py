@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cache, partial
 from operator import attrgetter
@@ -25,9 +25,10 @@ from router.edge.anthropic.answer_schema import TokenCount
 from router.edge.anthropic.messages_errors import is_messages_path, messages_error
 from router.edge.anthropic.messages_format import MessagesFormat
 from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from router.edge.http_bodies import HttpBodies
 from router.edge.json_slices import JsonSlices, json_pieces
 from router.edge.keyed_http import REPLAYED, Handler, answer_once
-from router.edge.limits.bodies import EXEMPT_BYTES, LARGEST_BODIES, BodyBudget
+from router.edge.limits.bodies import LARGEST_BODIES, BodyBudget
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat, ChatFormat, CompletionFormat, error_body
 from router.edge.openai.answer_schema import (
@@ -52,7 +53,7 @@ from router.edge.openai.embeddings import (
     score_list,
     vectors,
 )
-from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest, parse_body
+from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -61,31 +62,15 @@ from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
-from router.request_terms import TENANT
 from router.requests.answers import Answers
 from router.requests.validation import renamed
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
-from tandem.errors import InputError, InternalError, OverloadedError, PayloadTooLarge, RequestCancelled, TandemError
+from tandem.errors import InputError, InternalError, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
-Parsed = TypeVar("Parsed")
 Embeds = TypeVar("Embeds", EmbeddingRequest, ScoreRequest, RerankRequest)
-Body = TypeVar(
-    "Body",
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    ScoreRequest,
-    RerankRequest,
-)
-
 EMBEDDED_AT_ONCE = 64  # texts of one call on workers or in the queue
 MAX_RETRY_AFTER_S = 60  # OpenAI's clients ignore longer ones
 INLINE_ANSWER_CHARS = 4096  # longer answers are read for calls and reasoning in a thread: about 1 µs per character
@@ -120,8 +105,7 @@ class HttpEdge:
         """`more_routes`: routes beside the inference API, such as the dashboard's. `cors_origins`: of web pages whose
         scripts may read answers."""
         self._service = service
-        self._max_body_bytes = max_body_bytes
-        self._bodies = bodies or BodyBudget(LARGEST_BODIES * max_body_bytes)
+        self._bodies = HttpBodies(service, max_body_bytes, bodies or BodyBudget(LARGEST_BODIES * max_body_bytes))
         self._keyed = keyed or KeyedAnswers(IdempotencySpec())
         self._more_routes = more_routes
         self._cors_origins = cors_origins
@@ -171,28 +155,28 @@ class HttpEdge:
 
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed, raw = await self._parsed(request, ChatCompletionRequest, ChatCompletionRequest.parse)
+        parsed, raw = await self._bodies.parsed(request, ChatCompletionRequest, ChatCompletionRequest.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, usage=parsed.usage, logprobs=bool(parsed.logprobs))
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed, raws = await self._parsed(request, CompletionRequest, CompletionRequest.parse)
+        parsed, raws = await self._bodies.parsed(request, CompletionRequest, CompletionRequest.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
         form = CompletionFormat(answers, usage=parsed.usage, prompt_only=parsed.is_prompt_only)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed, raw = await self._parsed(request, ResponsesRequest, ResponsesRequest.parse)
+        parsed, raw = await self._bodies.parsed(request, ResponsesRequest, ResponsesRequest.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         form = ResponsesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def messages(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
-        parsed, raw = await self._parsed(request, MessagesRequest, MessagesRequest.parse)
+        parsed, raw = await self._bodies.parsed(request, MessagesRequest, MessagesRequest.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         form = MessagesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
@@ -213,7 +197,7 @@ class HttpEdge:
         """The body, and the embeddings of its texts, some at a time."""
         call, answer_id = call_of(request.scope), request.scope["request_id"]
         terms = self._service.terms(request.headers.get, call=call)
-        parsed, raws = await self._parsed(request, kind, kind.parse)
+        parsed, raws = await self._bodies.parsed(request, kind, kind.parse)
         model = self._service.model(parsed.model, call)
         parsed.check_size(model.hidden_size)
         connection: Connection = request.scope[SCOPE_KEY]
@@ -237,13 +221,13 @@ class HttpEdge:
 
     async def count_tokens(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
-        parsed, chat = await self._parsed(request, CountTokensRequest, CountTokensRequest.chat)
+        parsed, chat = await self._bodies.parsed(request, CountTokensRequest, CountTokensRequest.chat)
         _, tokens = await self._service.tokenize(parsed.model, chat, call_of(request.scope))
         return JsonResponse(TokenCount(len(tokens)))
 
     async def tokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
-        parsed, prompt = await self._parsed(request, TokenizeRequest, TokenizeRequest.parse)
+        parsed, prompt = await self._bodies.parsed(request, TokenizeRequest, TokenizeRequest.parse)
         special = parsed.add_special_tokens is not False
         call = call_of(request.scope)
         model, tokens = await self._service.tokenize(parsed.model, prompt, call, special_tokens=special)
@@ -251,7 +235,7 @@ class HttpEdge:
 
     async def detokenize(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
-        parsed, tokens = await self._parsed(request, DetokenizeRequest, attrgetter("tokens"))
+        parsed, tokens = await self._bodies.parsed(request, DetokenizeRequest, attrgetter("tokens"))
         text = await self._service.detokenize(parsed.model, tokens, call_of(request.scope))
         return JsonResponse(DetokenizeAnswer(text))
 
@@ -286,9 +270,7 @@ class HttpEdge:
         async def answer(request: Request) -> Response:
             if HEADER not in request.headers:
                 return await handler(request)
-            body, counted = await self._receive(request)
-            self._bodies.give_back(counted)  # the handler counts it again
-            return await answer_once(request, body, handler, self._keyed, self._service)
+            return await answer_once(request, await self._bodies.whole(request), handler, self._keyed, self._service)
 
         return answer
 
@@ -297,70 +279,6 @@ class HttpEdge:
         return ModelCard(
             id=name, max_model_len=model.max_model_tokens, parent=model.base if model.adapter else msgspec.UNSET
         )
-
-    async def _parsed(self, request: Request, kind: type[Body], parse: Callable[[Body], Parsed]) -> tuple[Body, Parsed]:
-        """The body, within the size limit, and what `parse` makes of it: both in a thread if it is large. Raises
-        InputError."""
-
-        def both(body: bytes) -> tuple[Body, Parsed | InputError]:
-            parsed = parse_body(kind, body)
-            try:
-                return parsed, parse(parsed)
-            except InputError as error:  # of a request whose model is known
-                return parsed, error.with_traceback(None)
-
-        body, counted = await self._receive(request)
-        try:
-            parsed, made = await self._service.threads.parse(_tenant(request), len(body), partial(both, body))
-        except (InputError, OverloadedError) as error:
-            self._service.rejected("", error)
-            raise
-        finally:
-            self._bodies.give_back(counted)
-        if (call := call_of(request.scope)) is not None:
-            call.name_model(parsed.model)
-        if isinstance(made, InputError):
-            self._service.rejected(parsed.model, made)
-            try:
-                raise made
-            finally:
-                del made  # its traceback holds this frame: a reference cycle
-        return parsed, made
-
-    async def _receive(self, request: Request) -> tuple[bytes, int]:
-        """The body, and how much of it to give back to the budget. Raises InputError, OverloadedError."""
-        if (request.headers.get("content-encoding") or "identity").lower() != "identity":
-            raise HTTPException(415)
-        body = bytearray()
-        counted = 0
-        try:
-            async with aclosing(self._chunks(request)) as chunks:
-                async for chunk in chunks:
-                    body += chunk
-                    if (more := max(0, len(body) - EXEMPT_BYTES) - counted) > 0:
-                        self._bodies.take(more)
-                        counted += more
-        except BaseException as error:
-            self._bodies.give_back(counted)
-            if isinstance(error, TandemError):
-                self._service.rejected("", error)
-            raise
-        return bytes(body), counted
-
-    async def _chunks(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Raises PayloadTooLarge as soon as the body is known to be."""
-        limit, declared = self._max_body_bytes, request.headers.get("content-length", "")
-        received = 0
-        is_too_large = declared.isdecimal() and int(declared) > limit
-        if not is_too_large:
-            async for chunk in request.stream():
-                received += len(chunk)
-                is_too_large = received > limit
-                if is_too_large:
-                    break
-                yield chunk
-        if is_too_large:
-            raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
 
     async def _answer(self, request: Request, answers: Answers, form: AnswerFormat, *, is_streamed: bool) -> Response:
         """Waits for the first token of a stream, so that a failure before it gets its own HTTP status. Otherwise waits
@@ -385,12 +303,6 @@ class HttpEdge:
             if not handed_over:
                 answers.cancel()
                 connection.when_lost(None)
-
-
-def _tenant(request: Request) -> str:
-    """That of the key; without keys the one that the client claims."""
-    call = call_of(request.scope)
-    return request.headers.get(TENANT, "") if call is None else call.tenant
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from router import service
+from router.requests import answer_limits
 from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.config.router import Disaggregation, RouterSpec
@@ -258,11 +258,11 @@ async def test_the_logprobs_of_all_answers_together_are_bounded(
     """Two prompts of three tokens with two choices each."""
     cluster.says("ok")
     call = {"model": MODEL, "prompt": [[70, 71, 72], [73, 74, 75]], "n": 2, **more}
-    monkeypatch.setattr(service, "MAX_LOGPROBS", count - 1)
+    monkeypatch.setattr(answer_limits, "MAX_CALL_LOGPROBS", count - 1)
     with pytest.raises(openai.BadRequestError, match=rf"logprobs: expected at most {count - 1} .* got {count} "):
         await cluster.openai.completions.create(**call)
     assert not cluster.decode.works, "none of them may run"
-    monkeypatch.setattr(service, "MAX_LOGPROBS", count)
+    monkeypatch.setattr(answer_limits, "MAX_CALL_LOGPROBS", count)
     answer = await cluster.openai.completions.create(**call)
     assert len(answer.choices) == 4
     await cluster.settled()
@@ -272,8 +272,8 @@ async def test_an_answer_with_logprobs_and_no_max_tokens_gets_as_many_as_fit(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.says("ok")
-    monkeypatch.setattr(service, "LEAST_OPEN_TOKENS", 20)
-    monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 25)
+    monkeypatch.setattr(answer_limits, "LEAST_OPEN_TOKENS", 20)
+    monkeypatch.setattr(answer_limits, "MAX_CALL_LOGPROBS", 4 * 3 * 25)
     create = cluster.openai.chat.completions.create
     call = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 4}
     await create(**call, logprobs=True, top_logprobs=2)
@@ -281,7 +281,7 @@ async def test_an_answer_with_logprobs_and_no_max_tokens_gets_as_many_as_fit(
     await create(**call)
     rest = [512 - len(work.prompt) for work in cluster.decode.works.values()][4:]
     assert [work.sampling.max_tokens for work in cluster.decode.works.values()][4:] == rest
-    monkeypatch.setattr(service, "MAX_LOGPROBS", 4 * 3 * 19)
+    monkeypatch.setattr(answer_limits, "MAX_CALL_LOGPROBS", 4 * 3 * 19)
     with pytest.raises(openai.BadRequestError, match="logprobs: expected at most 228 "):
         await create(**call, logprobs=True, top_logprobs=2)
     await cluster.settled()

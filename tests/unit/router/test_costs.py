@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router import service
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
 from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, UsageEvents
-from router.requests import validation
+from router.requests import answer_limits, validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import (
@@ -95,7 +94,7 @@ COSTS = [
     Cost("logprobs of a chat", MAX_LOGPROBS, lambda n: chat(logprobs=True, top_logprobs=n), "top_logprobs", CHAT),
     Cost(
         "logprobs times n times max_tokens",
-        service.MAX_LOGPROBS // (MAX_CHOICES * 21),
+        answer_limits.MAX_CALL_LOGPROBS // (MAX_CHOICES * 21),
         lambda n: completion(n=MAX_CHOICES, logprobs=20, max_tokens=n),
         "logprobs",
     ),
@@ -105,14 +104,14 @@ COSTS = [
         lambda n: chat(n=n, logprobs=True, top_logprobs=9, max_tokens=None),
         "logprobs",
         CHAT,
-        {"MAX_LOGPROBS": 3 * 10 * CONTEXT_TOKENS},
+        {"MAX_CALL_LOGPROBS": 3 * 10 * CONTEXT_TOKENS},
     ),
     Cost(
         "logprobs of the prompt times n",
         99,
         lambda n: completion(n=2, logprobs=4, echo=True, max_tokens=1, prompt=[70] * n),
         "logprobs",
-        bounds={"MAX_LOGPROBS": 1000},
+        bounds={"MAX_CALL_LOGPROBS": 1000},
     ),
     Cost(
         "logprobs of one prompt",
@@ -122,14 +121,18 @@ COSTS = [
         bounds={"MAX_PROMPT_SCORES": 500},
     ),
     Cost(
-        "echo times n", 25, lambda n: completion(n=4, echo=True, prompt="x" * n), "echo", bounds={"MAX_ECHO_CHARS": 100}
+        "echo times n",
+        25,
+        lambda n: completion(n=4, echo=True, prompt="x" * n),
+        "echo",
+        bounds={"MAX_CALL_ECHO_CHARS": 100},
     ),
     Cost(
         "echo of token ids times n",
         25,
         lambda n: completion(n=4, echo=True, prompt=[70] * n),
         "echo",
-        bounds={"MAX_ECHO_CHARS": 100},
+        bounds={"MAX_CALL_ECHO_CHARS": 100},
     ),
     Cost("stop strings", MAX_STOP_STRINGS, lambda n: completion(stop=[f"{each}" for each in range(n)]), "stop"),
     Cost("length of a stop string", MAX_STOP_STRING_CHARS, lambda n: completion(stop=["x" * n]), "stop"),
@@ -153,7 +156,7 @@ async def test_a_cost_is_answered_up_to_its_bound_and_refused_by_name_beyond_it(
     cluster: Cluster, cost: Cost, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in cost.bounds.items():
-        monkeypatch.setattr(validation if name == "MAX_PROMPT_SCORES" else service, name, value)
+        monkeypatch.setattr(validation if name == "MAX_PROMPT_SCORES" else answer_limits, name, value)
     cluster.says(ANSWER)
     body = {"model": MODEL, **cost.make(cost.bound + more)}
     reply = await cluster.http.post(cost.path, json=body)
@@ -317,7 +320,7 @@ def arrivals_of(call: Call) -> list[Arrival]:
 @given(calls)
 def test_what_is_counted_is_at_least_what_the_answers_hold(call: Call) -> None:
     requests, answers = answers_to(call)
-    counted = call.choices * sum(map(service.max_logprobs, requests))
+    counted = call.choices * sum(map(answer_limits.max_logprobs, requests))
     wholes = [WholeAnswer() for _ in answers.submitted]
     for arrival in arrivals_of(call):
         wholes[arrival.index].add(arrival)
