@@ -198,10 +198,15 @@ class HttpEdge:
         call, answer_id = call_of(request.scope), request.scope["request_id"]
         terms = self._service.terms(request.headers.get, call=call)
         parsed, raws = await self._bodies.parsed(request, kind, kind.parse)
-        model = self._service.model(parsed.model, call)
-        parsed.check_size(model.hidden_size)
+        try:
+            model = self._service.model(parsed.model, call)
+            parsed.check_size(model.hidden_size)
+        except InputError as error:
+            self._service.rejected(parsed.model, error)
+            raise
         connection: Connection = request.scope[SCOPE_KEY]
-        found, tokens = [], 0
+        found: list[bytes] = []
+        tokens = 0
         parts = self._service.submit_in_parts(raws, parsed.fields, EMBEDDED_AT_ONCE, answer_id, terms)
         async with aclosing(parts):
             async for answers in parts:
@@ -209,7 +214,7 @@ class HttpEdge:
                 try:
                     await answers.collect()
                 except InputError as error:  # of a text that no worker could hold
-                    raise renamed(error, parsed.fields[0].partition(".")[0]) from None
+                    raise renamed(error, parsed.fields[len(found) + (answers.failed or 0)]) from None
                 finally:
                     answers.cancel()
                     connection.when_lost(None)

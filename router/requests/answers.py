@@ -121,6 +121,7 @@ class Answers:
         self._finals: list[Final | None] = [None] * len(submitted)
         self._waiting = list(range(len(submitted)))  # answers that have not ended
         self.has_failed = False  # an error follows the pieces taken
+        self.failed: int | None = None  # the answer whose error was raised
 
     @property
     def prompt_tokens(self) -> int:
@@ -172,6 +173,7 @@ class Answers:
                     self.has_failed = True
                 arrivals.append(Arrival(index, pieces, final))
         except TandemError:
+            self.failed = index
             self.cancel()
             raise
         if has_final:

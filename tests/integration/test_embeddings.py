@@ -130,6 +130,20 @@ async def test_bad_input_names_the_field(routed: StartRouted, tiny: Path) -> Non
             assert said in error["message"], (fields, error)
 
 
+async def test_a_text_that_no_worker_can_hold_is_named(routed: StartRouted, tiny: Path) -> None:
+    async with (
+        routed(tiny, prefill=0, decode=1, engine=EngineSpec(kv_blocks=20, max_step_tokens=100)) as live,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1") as client,
+    ):
+        texts = ["a"] * (EMBEDDED_AT_ONCE + 1) + ["b", "x" * 400]
+        reply = await client.post("/embeddings", json={"model": "tiny", "input": texts})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, f"input.{len(texts) - 1}")
+        reply = await client.post("/embeddings", json={"model": "tiny", "input": "a", "dimensions": 65})
+        assert reply.status_code == 400
+        rejected = [line for line in live.app.metrics.render().decode().splitlines() if "rejected" in line]
+        assert any('model="tiny"' in line and not line.endswith(" 0.0") for line in rejected), rejected
+
+
 async def test_a_model_that_pools_otherwise_is_refused(routed: StartRouted, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny", vocab=300, seed=1)
     (model / "1_Pooling").mkdir()
