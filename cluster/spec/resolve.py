@@ -29,6 +29,7 @@ from tandem.config.engine import EngineSpec
 from tandem.config.launch import AUTO_HOST
 from tandem.config.model import ModelSpec, Role
 from tandem.config.spec import EMBEDDED_REDIS_BYTES, ClusterSpec
+from tandem.config.speculation_heads import HEAD_FILES, head_folder
 from tandem.config.transfer import TransportKind
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
@@ -144,6 +145,10 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
         if engine.speculation == "draft" and engine.speculation_model is not None:
             _locate(engine.speculation_model, progress, fetch)
     check_handoff(spec, model.config)
+    for role in Role:
+        engine = spec.engine_of(role)
+        if spec.pool(role).workers and engine.speculation in HEAD_FILES and engine.speculation_model is not None:
+            head_folder(engine, spec.engine_field(role, "speculation_model"))
     load_adapters(spec, model.config)
     return model
 

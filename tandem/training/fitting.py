@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.checkpoint.model_config import ModelConfig
-from tandem.engine.drafts import early_exit, medusa
+from tandem.config.speculation_heads import HEAD_FILES
 from tandem.errors import ConfigError
 from tandem.model.checkpoint import Checkpoint
 from tandem.training.hidden_states import States
@@ -157,11 +157,11 @@ def descend(
 
 def write_medusa(folder: Path, tensors: dict[str, Tensor], heads: int, vocabulary: Vocabulary) -> None:
     config = {"medusa_num_heads": heads, "medusa_num_layers": 1, "vocabulary": vocabulary.ids}
-    write_parts(folder, medusa.FILE, tensors, config)
+    write_parts(folder, HEAD_FILES["medusa"], tensors, config)
 
 
 def write_exit(folder: Path, tensors: dict[str, Tensor], layer: int, vocabulary: Vocabulary) -> None:
-    write_parts(folder, early_exit.FILE, tensors, {"exit_layer": layer, "vocabulary": vocabulary.ids})
+    write_parts(folder, HEAD_FILES["early_exit"], tensors, {"exit_layer": layer, "vocabulary": vocabulary.ids})
 
 
 def write_parts(folder: Path, file: str, tensors: dict[str, Tensor], config: dict[str, object]) -> None:

@@ -14,11 +14,12 @@ from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import resolve
 from tandem.config.engine import EngineSpec
+from tandem.config.speculation_heads import HEAD_FILES, head_folder
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.attention.step_attention import attention_of
 from tandem.engine.device_memory import insufficient_memory
-from tandem.engine.drafts import eagle, early_exit, medusa
+from tandem.engine.drafts import eagle
 from tandem.engine.drafts.drafter import AttendOf, Chain, Drafter
 from tandem.engine.drafts.eagle import Eagle, EagleLayer
 from tandem.engine.drafts.early_exit import ExitHead
@@ -27,7 +28,6 @@ from tandem.engine.drafts.parts import Parts
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.checkpoint import SINGLE_FILE
 from tandem.model.decoder import Decoder
 from tandem.model.matrices import MatrixMaker
 from tandem.model.parallel import TensorParallel
@@ -96,30 +96,20 @@ def choose_drafts(spec: EngineSpec, target: Target) -> Drafts | None:
         case "eagle3":
             return _eagle(spec, target)
         case "medusa":
-            with _parts(spec, target, medusa.FILE) as parts:
+            with _parts(spec, target) as parts:
                 heads = Medusa.load(parts)
             return Drafts(Heads("medusa", len(heads.heads)), lambda _: heads, needs_hidden=True)
 
 
-def _parts(spec: EngineSpec, target: Target, file: str) -> AbstractContextManager[Parts]:
+def _parts(spec: EngineSpec, target: Target) -> AbstractContextManager[Parts]:
     device, dtype = torch.device(spec.device), DTYPES[spec.dtype]
-    return Parts.open(_folder(spec, file), file, target.model, target.matrix, device, dtype)
-
-
-def _folder(spec: EngineSpec, file: str) -> Path:
-    folder = Path(spec.speculation_model or "")
-    if not (folder / file).is_file():
-        raise ConfigError(
-            f"engine.speculation_model: expected a folder with {file} and config.json, got {folder}",
-            field="engine.speculation_model",
-        )
-    return folder
+    return Parts.open(head_folder(spec), HEAD_FILES[spec.speculation], target.model, target.matrix, device, dtype)
 
 
 def _early_exit(spec: EngineSpec, target: Target) -> Drafts:
     layers, head = spec.speculation_layers, None
     if spec.speculation_model is not None:
-        with _parts(spec, target, early_exit.FILE) as parts:
+        with _parts(spec, target) as parts:
             layers, head = layers or parts.config.positive_int("exit_layer"), ExitHead.load(parts, layers)
     assert layers is not None  # EngineSpec says so
     if layers >= len(target.model.layers):
@@ -138,7 +128,7 @@ def _early_exit(spec: EngineSpec, target: Target) -> Drafts:
 
 def _eagle(spec: EngineSpec, target: Target) -> Drafts:
     """Its ranks divide it among them like the model's layers."""
-    device, dtype, folder = torch.device(spec.device), DTYPES[spec.dtype], _folder(spec, SINGLE_FILE)
+    device, dtype, folder = torch.device(spec.device), DTYPES[spec.dtype], head_folder(spec)
     if (why := eagle.has_none(target.model.config)) is not None:
         raise ConfigError(f"engine.speculation: {why}", field="engine.speculation")
     with insufficient_memory("engine.speculation_model", "the EAGLE-3 head does not fit beside the model's weights"):

@@ -7,14 +7,11 @@ linear map after the exit is fitted, as in the tuned lens of Belrose et al. (202
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.drafts.parts import Parts, Projection
-
-FILE: Final = "early_exit.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from tandem.engine.drafts.parts import Parts, Projection
 from tandem.engine.step import Drafted, SequenceStep
 from tandem.model.decoder import Decoder
 
-FILE: Final = "medusa_lm_head.safetensors"
 _MOST_HEADS: Final = 64
 _MOST_BLOCKS: Final = 16
 

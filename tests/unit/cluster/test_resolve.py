@@ -30,6 +30,7 @@ from cluster.spec.resolve import (
 )
 from tandem.config.model import ModelSpec
 from tandem.config.spec import ClusterSpec
+from tandem.config.speculation_heads import HEAD_FILES
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.testing.models import write_tiny_llama
@@ -264,6 +265,26 @@ def test_a_transport_that_cannot_work_here_is_refused_at_start(
         resolve(make_spec(engine=engine, transfer={"transport": transport}), quiet, probe)
     assert refused.value.field == "transfer.transport"
     assert resolve(make_spec(engine={"device": "cuda"}, transfer={"transport": "auto"}), quiet, probe)
+
+
+@pytest.mark.parametrize("kind", sorted(HEAD_FILES))
+def test_a_folder_without_heads_is_refused_before_anything_starts(
+    make_spec: MakeSpec, tmp_path: Path, kind: str
+) -> None:
+    def resolved() -> None:
+        spec = make_spec()
+        engine = {"speculation": kind, "speculation_model": str(tmp_path / "heads")}
+        changed = ModelSpec.model_validate(spec.models[0].model_dump() | {"engine": engine})
+        resolve(spec.model_copy(update={"models": (changed,)}), quiet)
+
+    with pytest.raises(ConfigError, match=f"engine.speculation_model: .*without {HEAD_FILES[kind]} and config.json"):
+        resolved()
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / HEAD_FILES[kind]).touch()
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        resolved()
+    (tmp_path / "heads" / "config.json").touch()
+    resolved()
 
 
 @pytest.mark.parametrize(
