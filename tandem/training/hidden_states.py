@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,12 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import blocks_for
 from tandem.training.own_answers import Answer
+
+Report = Callable[[int], None]
+
+
+def ignored(_: int) -> None:
+    """Reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,10 @@ class States:
 
 
 @torch.inference_mode()
-def states_of(rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | None = None) -> States:
-    """One answer after the other, so that memory is bounded."""
+def states_of(
+    rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | None = None, report: Report = ignored
+) -> States:
+    """One answer after the other, so that memory is bounded. Calls `report` with how many are done."""
     pool = _pool(rank, answers)
     hidden, early, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
     for answer in answers:
@@ -38,17 +46,20 @@ def states_of(rank: Rank, answers: Sequence[Answer], ahead: int, layer: int | No
         if layer is not None:
             early.append(_hidden(rank, pool, answer, layer)[rows].clone())
         chosen.append(_chosen(answer, ahead))
+        report(len(chosen))
     return States(torch.cat(hidden), torch.cat(early) if early else None, torch.cat(chosen))
 
 
 @torch.inference_mode()
-def tapped(rank: Rank, answers: Sequence[Answer], taps: Sequence[int]) -> list[Tensor]:
-    """Of each answer [tokens, taps · hidden] in bfloat16: what these layers get, prompt included."""
+def tapped(rank: Rank, answers: Sequence[Answer], taps: Sequence[int], report: Report = ignored) -> list[Tensor]:
+    """Of each answer [tokens, taps · hidden] in bfloat16: what these layers get, prompt included. Calls `report` with
+    how many answers are done."""
     pool, found = _pool(rank, answers), list[Tensor]()
     for answer in answers:
         entered: dict[int, Tensor] = {}
         _hidden(rank, pool, answer, max(taps) + 1, entered)
         found.append(torch.cat([entered[tap] for tap in taps], dim=1).bfloat16().cpu())
+        report(len(found))
     return found
 
 

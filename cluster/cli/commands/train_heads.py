@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +19,14 @@ from tandem.engine.drafts.eagle import has_none, usual_taps
 from tandem.errors import ConfigError, InputError
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
+from tandem.text.words import plural
 from tandem.training import eagle, fitting
 from tandem.training.hidden_states import states_of, tapped
 from tandem.training.kinds import Kind
 from tandem.training.own_answers import BATCH, LONGEST_ANSWER, LONGEST_QUESTION, Answer, OwnAnswers
 
 DEFAULT_HEADS = 4
+TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,6 @@ def run_train_heads(flags: Training) -> int:
     with build_alone(folder, _engine(flags)) as rank:
         asked = OwnAnswers(rank, Tokenizer.load(folder), ChatTemplate.load(folder), prompts, flags.seed)
         answers = asked.take(flags.tokens, lambda had: console.print(f"{had} of {flags.tokens} tokens answered"))
-    console.print(f"computing hidden states of {len(answers)} answers")
     if flags.kind is Kind.EAGLE3:
         _eagle(flags, folder, config, answers, console)
     else:
@@ -67,7 +70,7 @@ def run_train_heads(flags: Training) -> int:
 
 def _eagle(flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], console: Console) -> None:
     with build_alone(folder, _engine(flags, exact=True)) as rank:
-        states = tapped(rank, answers, usual_taps(config.layers))
+        states = tapped(rank, answers, usual_taps(config.layers), _told(len(answers), console))
         every = torch.arange(config.vocab_size, device=rank.pool.tensor.device)
         embedding = rank.model.embedded(every).float().cpu()
     torch.set_num_threads(flags.threads)
@@ -82,7 +85,8 @@ def _heads(
     flags: Training, folder: Path, config: ModelConfig, answers: list[Answer], layer: int, heads: int, console: Console
 ) -> None:
     with build_alone(folder, _engine(flags, exact=True)) as rank:
-        states = states_of(rank, answers, heads + 1, layer if flags.kind is Kind.EARLY_EXIT else None)
+        early = layer if flags.kind is Kind.EARLY_EXIT else None
+        states = states_of(rank, answers, heads + 1, early, _told(len(answers), console))
     torch.set_num_threads(flags.threads)
     vocabulary = fitting.frequent(folder, config, states.chosen, flags.vocabulary)
     if flags.kind is Kind.MEDUSA:
@@ -92,6 +96,21 @@ def _heads(
         norm = fitting.last_norm(folder, config)
         tensors = fitting.fit_exit(states, vocabulary, norm, config.rms_norm_eps, flags.passes, console.print)
         fitting.write_exit(flags.output, tensors, layer, vocabulary)
+
+
+def _told(total: int, console: Console) -> Callable[[int], None]:
+    """Prints now and then how many answers' hidden states are computed, and how long the others take."""
+    began_s = told_s = time.monotonic()
+    console.print(f"computing hidden states of {plural(total, 'answer')}")
+
+    def tell(done: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if now_s - told_s >= TELL_EVERY_S and done < total:
+            told_s = now_s
+            console.print(f"{done} of {total} done, about {(now_s - began_s) / done * (total - done):.0f} s left")
+
+    return tell
 
 
 def _engine(flags: Training, *, exact: bool = False) -> EngineSpec:
