@@ -147,10 +147,11 @@ class MixedHardware:
         for each in (prefill, decode):
             assert not each.measured, "the cost models contain a link"
         if prefill.model != decode.model:
-            sizes = ", ".join(f"{each.device.element_bytes:g} in that of {each.name}" for each in (prefill, decode))
+            sizes = ", ".join(f"{each.device.element_bytes:g} of {each.name}" for each in (prefill, decode))
             raise ConfigError(
-                "--device: element_bytes: expected the same in the files of both roles' devices, because a decode "
-                f"worker takes KV as the prefill worker has it; got {sizes}",
+                "--device: element_bytes: expected the same for both roles, because a decode worker takes KV as the "
+                f"prefill worker has it; got {sizes}: name other devices (--device is that of a role whose option is "
+                "left out)",
                 field="element_bytes",
             )
         link = prefill.device.link.slower(decode.device.link)

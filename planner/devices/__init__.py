@@ -108,9 +108,9 @@ def shipped_devices() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".yaml") for name in names if _is_yaml(name)))
 
 
-def find_device(name: str) -> DeviceSpec:
-    """Returns a shipped device by name, or one from a YAML file. Raises ConfigError naming the field and what was
-    expected."""
+def find_device(name: str, option: str = "--device") -> DeviceSpec:
+    """Returns a shipped device by name, or one from a YAML file. Raises ConfigError naming the field, or the `option`
+    that gave the name, and what was expected."""
     shipped = files(__package__) / f"{name.lower()}.yaml"
     try:
         if name.lower() in shipped_devices():
@@ -119,16 +119,16 @@ def find_device(name: str) -> DeviceSpec:
             text = Path(name).read_text(encoding="utf-8")
         else:
             known = ", ".join(shipped_devices())
-            raise ConfigError(f"--device: expected {known} or a YAML file, got {name!r}", field="--device")
+            raise ConfigError(f"{option}: expected {known} or a YAML file, got {name!r}", field=option)
         return DeviceSpec.model_validate(yaml.safe_load(text))
     except OSError as error:
-        raise ConfigError(f"--device: {name}: {error.strerror}", field="--device") from None
+        raise ConfigError(f"{option}: {name}: {error.strerror}", field=option) from None
     except yaml.YAMLError:
-        raise ConfigError(f"--device: {name}: expected YAML, got text that does not parse", field="--device") from None
+        raise ConfigError(f"{option}: {name}: expected YAML, got text that does not parse", field=option) from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--device: {name}: {field}: {first['msg']}", field=field or "--device") from None
+        raise ConfigError(f"{option}: {name}: {field}: {first['msg']}", field=field or option) from None
 
 
 def _is_yaml(name: str) -> bool:

@@ -336,6 +336,13 @@ class TestSimulate:
         assert load_role_hardware(flags, {Role.PREFILL: "h100", Role.DECODE: "b200"}) == mixed("h100", "b200")
         assert load_role_hardware(flags, {Role.PREFILL: "H200"}) == load_role_hardware(flags, {}) == alone("h200")
 
+    def test_errors_name_the_option_of_the_role(self) -> None:
+        flags = HardwareFlags("llama-3-8b", "h200")
+        with pytest.raises(ConfigError, match=r"--prefill-device: expected a100, .*got 'tpu'"):
+            load_role_hardware(flags, {Role.PREFILL: "tpu"})
+        with pytest.raises(ConfigError, match=r"got 4 of cpu, 2 of h200: .*--device is that of a role whose option"):
+            load_role_hardware(flags, {Role.PREFILL: "cpu"})
+
     def test_a_device_of_workers_that_are_not_there_is_refused(self) -> None:
         flags = SimulateFlags(
             TrafficFlags("synthetic"),
@@ -358,7 +365,7 @@ class TestRefusals:
                 "mine.json",
                 r"--mix-roles: expected no --cost with it, because mine\.json was measured on one",
             ),
-            ("h100,cpu", None, r"element_bytes: expected the same .* got 2 in that of h100, 4 in that of cpu"),
+            ("h100,cpu", None, r"element_bytes: expected the same .* got 2 of h100, 4 of cpu"),
         ],
     )
     def test_pairs_that_are_none_are_refused(self, device: str, cost: str | None, said: str) -> None:

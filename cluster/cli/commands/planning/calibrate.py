@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, check_writable, describe_cost
+from cluster.cli.commands.planning.inputs import SYNTHETIC, HardwareFlags, TrafficFlags, check_writable, describe_cost
 from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation, seconds
 from cluster.cli.console import console
 from planner.calibration.calibrate import Corrected, calibrate
@@ -19,6 +19,7 @@ from planner.calibration.file import Calibration, Figure, HeldOut, write_calibra
 from planner.hardware import cost_digest
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
+from tandem.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class CalibrateFlags:
 
 def run_calibrate(flags: CalibrateFlags) -> int:
     """Raises InputError, ConfigError."""
+    if flags.traffic.trace == SYNTHETIC:
+        raise InputError(
+            "trace: expected a recording of `tandem trace record`, got synthetic, whose requests no cluster has served",
+            field="trace",
+        )
     check_writable("--output", flags.output)
     loaded = load_simulation(flags.traffic, flags.hardware, flags.cluster)
     hardware, tp = loaded.hardware.of(Role.DECODE), loaded.setup.decode.tp  # no role has a device of its own here

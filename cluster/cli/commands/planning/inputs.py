@@ -74,6 +74,7 @@ class HardwareFlags:
     kv_bytes: float | None = None  # None: as element_bytes
     expert_bytes: float | None = None  # None: as published, or as element_bytes
     calibration: Path | None = None
+    device_option: str = "--device"  # that named it
 
 
 def parse_slo(ttft: float | None, tpot: float | None, of_class: Sequence[str] | None) -> Slo:
@@ -185,7 +186,7 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
 
 
 def _uncalibrated(flags: HardwareFlags) -> Hardware:
-    device = find_device(flags.device)
+    device = find_device(flags.device, flags.device_option)
     if flags.price is not None:
         device = device.model_copy(update={"price_per_hour": flags.price})
     sizes = {
@@ -235,7 +236,11 @@ def load_role_hardware(flags: HardwareFlags, devices: Mapping[Role, str]) -> Rol
             "them",
             field=option,
         )
-    prefill, decode = (load_hardware(replace(flags, device=devices.get(role, flags.device))) for role in Role)
+    of_roles = (
+        replace(flags, device=devices[role], device_option=f"--{role}-device") if role in devices else flags
+        for role in Role
+    )
+    prefill, decode = map(load_hardware, of_roles)
     return decode if prefill.device == decode.device else MixedHardware.pair(prefill, decode)
 
 
