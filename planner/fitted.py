@@ -14,7 +14,7 @@ import csv
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,15 @@ class DecodePoint(NamedTuple):
     seconds: float
 
 
+class MixedPoint(NamedTuple):
+    """A measured step of a prompt of `tokens` tokens beside a batch that decodes."""
+
+    tokens: int
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """a + b·x + c·y, at least 0."""
@@ -71,13 +80,15 @@ class PiecewisePlane:
 
 @dataclass(frozen=True, slots=True)
 class FittedCostModel:
-    """`prefill` has breakpoints in tokens of a step, `decode` in requests."""
+    """`prefill` has breakpoints in tokens of a step, `decode` in requests. `beside`: what decoding adds to a step with
+    prompts, over what it takes alone without the fixed cost of a step: less than 1 where rows share products."""
 
     prefill: PiecewisePlane
     decode: PiecewisePlane
     link: LinkShape
     fit_error: float | None = None
     source: str = ""
+    beside: float = 1.0
 
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
@@ -86,13 +97,19 @@ class FittedCostModel:
         return self.step_s((), batch, context_tokens) if batch else 0.0
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        """Prefill and decode time add up; the fixed cost of a step is counted once."""
+        """The fixed cost of a step is counted once. No step is shorter than its prompts or its decoding alone."""
+        prefill_s, decode_s, shared_s = self.parts_s(prefills, batch, context_tokens)
+        if not prefills or not batch:
+            return max(0.0, prefill_s + decode_s)
+        return max(decode_s, prefill_s + self.beside * max(0.0, decode_s - shared_s))
+
+    def parts_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> tuple[float, float, float]:
+        """Of the prompts alone, of decoding alone, and of what both contain."""
         tokens = sum(work.tokens for work in prefills)
         pairs = sum(work.tokens * (work.tokens + 2 * work.context) for work in prefills)
         prefill_s = self.prefill.plane(tokens).at(tokens, pairs) if prefills else 0.0
         decode_s = self.decode.plane(batch).at(context_tokens, batch) if batch else 0.0
-        shared_s = min(self.prefill.planes[0].at(0, 0), self.decode.planes[0].at(0, 0)) if prefills and batch else 0.0
-        return max(0.0, prefill_s + decode_s - shared_s)
+        return prefill_s, decode_s, min(self.prefill.planes[0].at(0, 0), self.decode.planes[0].at(0, 0))
 
     def transfer_s(self, num_bytes: int) -> float:
         if num_bytes == 0:
@@ -107,8 +124,10 @@ def fit(
     source: str,
     *,
     piecewise: bool = False,
+    mixed: Sequence[MixedPoint] = (),
 ) -> FittedCostModel:
-    """Fits by least squares of relative errors. `piecewise`: with a breakpoint at every inner measured size.
+    """Fits by least squares of relative errors. `piecewise`: with a breakpoint at every inner measured size. Without
+    `mixed`, prompts and decoding add up.
 
     Raises ConfigError when there are too few points.
     """
@@ -122,13 +141,25 @@ def fit(
     batches, contexts = [d.batch for d in decodes], [d.context_tokens for d in decodes]
     prefill = _fit(tokens, pairs, [p.seconds for p in prefills], _inner_sizes(tokens) if piecewise else ())
     decode = _fit(batches, contexts, [d.seconds for d in decodes], _inner_sizes(batches) if piecewise else ())
-    return FittedCostModel(
+    model = FittedCostModel(
         PiecewisePlane(tuple(Plane(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.breakpoints),
         PiecewisePlane(tuple(Plane(base, decode.of_y, slope) for base, slope in decode.of_x), decode.breakpoints),
         link,
         fit_error=max(prefill.error, decode.error),
         source=source,
     )
+    return replace(model, beside=_beside(model, mixed)) if mixed else model
+
+
+def _beside(model: FittedCostModel, mixed: Sequence[MixedPoint]) -> float:
+    """By least squares of relative errors."""
+    rows = []
+    for tokens, batch, context_tokens, seconds in mixed:
+        prefill_s, decode_s, shared_s = model.parts_s([PrefillWork(tokens, 0)], batch, context_tokens)
+        rows.append(((seconds - prefill_s) / seconds, max(0.0, decode_s - shared_s) / seconds))
+    found = np.array(rows)
+    weight = float((found[:, 1] ** 2).sum())
+    return max(0.0, float((found[:, 0] * found[:, 1]).sum()) / weight) if weight else 1.0
 
 
 def _inner_sizes(measured: Sequence[float]) -> tuple[float, ...]:
@@ -215,7 +246,9 @@ def read_measured(path: Path) -> dict[int, CostModel]:
         for entry in _json(path)["widths"]:
             prefills = [PrefillPoint(*point) for point in entry["prefill"]]
             decodes = [DecodePoint(*point) for point in entry["decode"]]
-            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name, piecewise=True)
+            mixed = [MixedPoint(*point) for point in entry.get("mixed", ())]
+            link = LinkShape(**entry["link"])
+            found[int(entry["tp"])] = fit(prefills, decodes, link, path.name, piecewise=True, mixed=mixed)
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -223,7 +256,13 @@ def read_measured(path: Path) -> dict[int, CostModel]:
         ) from None
 
 
-Measurements = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
+class Measurements(NamedTuple):
+    """Of workers of one width."""
+
+    prefills: Sequence[PrefillPoint]
+    decodes: Sequence[DecodePoint]
+    link: LinkShape
+    mixed: Sequence[MixedPoint] = ()
 
 
 def read_mask_s_per_row(path: Path) -> float | None:
@@ -275,11 +314,16 @@ def write_measured(
     entries = [
         {
             "tp": tp,
-            "prefill": [list(point) for point in prefills],
-            "decode": [list(point) for point in decodes],
-            "link": {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "efficiency": link.efficiency},
+            "prefill": [list(point) for point in each.prefills],
+            "decode": [list(point) for point in each.decodes],
+            "mixed": [list(point) for point in each.mixed],
+            "link": {
+                "bytes_per_s": each.link.bytes_per_s,
+                "latency_s": each.link.latency_s,
+                "efficiency": each.link.efficiency,
+            },
         }
-        for tp, (prefills, decodes, link) in widths.items()
+        for tp, each in widths.items()
     ]
     content: dict[str, Any] = {"about": about, "widths": entries}
     content |= {} if host is None else {"host": asdict(host)}

@@ -1,4 +1,7 @@
-"""The cores of a host that several workers share: a step takes longer while others compute."""
+"""The cores of a host that several workers share: a step takes longer while others compute.
+
+Routers, services, agents and clients compute there too: a little for each request, token and handoff.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,36 @@ class VirtualTime(Protocol):
 class HostCores:
     """`cores`: ranks that can compute at a time; half of the host's cores if a rank has two threads.
     `contention`: factor on a step's time while all cores compute, because they share caches and memory bandwidth;
-    `tandem profile` measures it. The load of router, agents and clients is not modelled."""
+    `crowding`: another one while more ranks than cores compute, because they take turns.
+    `request_s`, `token_s`, `handoff_s`, `kv_byte_s`: what all other processes, clients included, compute for a request,
+    a token of an answer, a handoff, and a byte of KV in it. `tandem profile` measures them."""
 
     cores: int
     contention: float = 1.0
+    request_s: float = 0.0
+    token_s: float = 0.0
+    handoff_s: float = 0.0
+    kv_byte_s: float = 0.0
+    crowding: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.cores < 1 or not self.contention >= 1:
+        if self.cores < 1 or not (self.contention >= 1 and self.crowding >= 1):
             raise ConfigError(
-                f"host: expected at least 1 core and a contention of at least 1, got {self.cores} and "
-                f"{self.contention:g}",
+                f"host: expected at least 1 core, and a contention and crowding of at least 1, got {self.cores}, "
+                f"{self.contention:g} and {self.crowding:g}",
                 field="host",
             )
+        for name in ("request_s", "token_s", "handoff_s", "kv_byte_s"):
+            if not 0 <= (value := getattr(self, name)) < 60:
+                raise ConfigError(f"host: {name}: expected seconds from 0, got {value}", field="host")
 
     def stretch(self, computing: int) -> float:
         """Factor on a step's time while `computing` ranks compute, its own included. Linear up to `contention`; more
         ranks than cores share the cores evenly."""
         others = min(computing, self.cores) - 1
         share = others / (self.cores - 1) if others > 0 else 0.0
-        return (1 + (self.contention - 1) * share) * max(1.0, computing / self.cores)
+        turns = self.crowding * computing / self.cores if computing > self.cores else 1.0
+        return (1 + (self.contention - 1) * share) * turns
 
 
 @dataclass(slots=True)
@@ -63,6 +77,17 @@ class BusyCores:
         self._advance()
         self._steps[worker] = _Step(ranks, seconds, done)
         self._schedule_end()
+
+    def spend(self, seconds: float, done: Callable[[], None] = lambda: None) -> None:
+        """What another process computes: at once, on one core."""
+        if seconds > 0:
+            self.run(object(), 1, seconds, done)
+        else:
+            done()
+
+    @property
+    def host(self) -> HostCores:
+        return self._host
 
     def stop(self, worker: object) -> None:
         """Drops the step of a lost worker; its `done` is not called."""

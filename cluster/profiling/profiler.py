@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from cluster.profiling.measured import MeasuredEngine, measured_engine
-from planner.fitted import DecodePoint, PrefillPoint
+from planner.fitted import DecodePoint, MixedPoint, PrefillPoint
 from tandem.config.engine import EngineSpec
 from tandem.engine.api import Engine, EngineRequest, StepResult
 from tandem.errors import ConfigError
@@ -27,6 +27,7 @@ CONTEXTS = (64, 256, 1024, 4096)
 CHUNKS_OF_A_PROMPT = 4  # measures each chunk size after contexts of several lengths
 REPEATS = 3
 DECODE_STEPS = 6
+BESIDE_CHUNKS, BESIDE_BATCHES, BESIDE_CONTEXT = (16, 64, 256), (2, 8), 64
 MIXED_BATCH, MIXED_PROMPT, MIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decodes
 
 MASKED_BATCH, MASKED_STEPS, MASK_RUNS = 16, 8, 3
@@ -76,7 +77,7 @@ class Profiler:
         found = []
         for batch, context in self._decode_grid():
             engine = self._measured.engine(batch * context)
-            begun = self._begin(engine, batch, context)
+            begun = self._begin(engine, batch, context, DECODE_STEPS)
             took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
             found.append(DecodePoint(batch, begun + batch * (DECODE_STEPS // 2), took))
             report(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
@@ -85,6 +86,25 @@ class Profiler:
                 f"engine.kv_memory_bytes: {self._capacity} tokens of KV are too few to profile: raise it",
                 field="engine.kv_memory_bytes",
             )
+        return found
+
+    def mixed(self, report: Callable[[str], None]) -> list[MixedPoint]:
+        """Steps in which a prompt is computed beside answers."""
+        found = []
+        for batch in BESIDE_BATCHES:
+            for chunk in BESIDE_CHUNKS:
+                needed = batch * (2 * BESIDE_CONTEXT + 4 * REPEATS) + 2 * chunk
+                is_possible = batch < max(self._grid.batches) and chunk <= max(self._grid.chunks)
+                if not is_possible or needed > self._capacity or self._measured.max_model_tokens < 2 * BESIDE_CONTEXT:
+                    continue
+                engine = self._measured.engine(max(batch * BESIDE_CONTEXT, batch + chunk))
+                begun, took = self._begin(engine, batch, BESIDE_CONTEXT, 3 * REPEATS), list[float]()
+                for _ in range(REPEATS):
+                    _step(engine)  # without a prompt
+                    self._add(engine, chunk, output_tokens=1)
+                    took.append(_timed(engine))
+                found.append(MixedPoint(chunk, batch, begun + batch * REPEATS, statistics.median(took)))
+        report(f"prompts beside answers: {len(found)} steps")
         return found
 
     def mask_s_per_row(self, report: Callable[[str], None]) -> float | None:
@@ -126,9 +146,10 @@ class Profiler:
                 if batch * needed <= self._capacity and needed < self._measured.max_model_tokens:
                     yield batch, context
 
-    def _begin(self, engine: Engine, batch: int, context: int) -> int:
-        """Computes the prompts of a batch, the first of which may decode meanwhile. Returns the tokens in its KV."""
-        answer = self._prompt_steps(batch, context) + DECODE_STEPS + 1
+    def _begin(self, engine: Engine, batch: int, context: int, steps: int) -> int:
+        """Computes the prompts of a batch, which then decodes for `steps` steps; the first may do so meanwhile. Returns
+        the tokens in its KV."""
+        answer = self._prompt_steps(batch, context) + steps + 1
         names = {self._add(engine, context, output_tokens=answer) for _ in range(batch)}
         tokens = 0
         while names:

@@ -5,6 +5,8 @@ Every decision is made by the router's own code. This module carries actions out
 
 from __future__ import annotations
 
+from functools import partial
+
 from planner.simulator.cache_feed import CacheFeed
 from planner.simulator.events import EventLoop
 from planner.simulator.fleet import SimFleet
@@ -46,7 +48,7 @@ class SimCluster:
         measurements.subscribe(facts)
         PaceObserver(self.fleet).subscribe(facts)
         self.core = RequestCore(setup.router, rules, self.fleet, self.cache.mirror, loop, self, facts)
-        self._workers = FrameHandler(setup, loop, self._hashes, self._send_event, self._last_token_s)
+        self._workers = FrameHandler(setup, loop, self._hashes, self.fleet.cores, self._send_event, self._last_token_s)
         self._next_pump_s: float | None = None
         self._pumped_s = -PUMP_EVERY_S
 
@@ -55,6 +57,12 @@ class SimCluster:
         return self.core.active
 
     def arrive(self, index: int) -> None:
+        if (cores := self.fleet.cores) is None:
+            self._submit(index)
+        else:
+            cores.spend(cores.host.request_s, partial(self._submit, index))
+
+    def _submit(self, index: int) -> None:
         prompt = int(self._trace.prompt_tokens[index])
         name, tenant = self._trace.label_of(index)
         priority = name if name in self._classes else self._setup.router.classes[0].name

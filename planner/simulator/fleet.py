@@ -34,7 +34,7 @@ _NO_TRANSFER_TIMES: Mapping[WorkerEpoch, float] = {}  # pairs of workers are not
 class SimFleet:
     def __init__(self, setup: Setup, loop: EventLoop, host: WorkerHost, intervals: IntervalHistogram) -> None:
         self._setup, self._loop, self._host, self._intervals = setup, loop, host, intervals
-        self._cores = None if setup.host is None else BusyCores(setup.host, loop)
+        self.cores = None if setup.host is None else BusyCores(setup.host, loop)
         self.estimates = Estimates(loop)
         self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
         self.workers: dict[str, SimWorker] = {}
@@ -48,7 +48,7 @@ class SimFleet:
     def start(self, worker_id: str, role: Role, epoch: int) -> SimWorker:
         pool = self._setup.decode if role is Role.DECODE or self._setup.prefill is None else self._setup.prefill
         key = WorkerKey(worker_id, epoch)
-        worker = SimWorker(key, role, pool, self._setup, self._loop, self._host, self._intervals, self._cores)
+        worker = SimWorker(key, role, pool, self._setup, self._loop, self._host, self._intervals, self.cores)
         self.workers[worker_id] = self._by_role[role][worker_id] = worker
         self.note(worker)
         return worker

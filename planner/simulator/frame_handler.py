@@ -6,7 +6,9 @@ It stands for worker.service and for the transfer agents of a handoff.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
 from planner.simulator.links import push
 from planner.simulator.requests import LAST_TOKEN, SimRequest, SimToken
@@ -34,12 +36,13 @@ class FrameHandler:
         setup: Setup,
         loop: EventLoop,
         hashes: TraceBlockHashes,
+        cores: BusyCores | None,
         deliver: Callable[[SimWorker, str, ev.Event], None],
         last_token_s: Callable[[int], float],
     ) -> None:
         """`deliver` sends an event to the router. `last_token_s(index)`: when the request's last token reached the
         router."""
-        self._setup, self._loop, self._hashes = setup, loop, hashes
+        self._setup, self._loop, self._hashes, self._cores = setup, loop, hashes, cores
         self._deliver, self._last_token_s = deliver, last_token_s
         self._arrivals = 0
 
@@ -143,7 +146,16 @@ class FrameHandler:
             num_bytes=num_bytes,
         )
         if part.is_last:
-            self._loop.call_at(done_s, self._landed, worker, part.request_id, ticket)
+            self._loop.call_at(done_s, self._received, worker, part.request_id, ticket)
+
+    def _received(self, worker: SimWorker, wire_id: str, ticket: SimTicket) -> None:
+        """Agents check what came before it counts as landed."""
+        landed = partial(self._landed, worker, wire_id, ticket)
+        if self._cores is None:
+            landed()
+        else:
+            host = self._cores.host
+            self._cores.spend(host.handoff_s + host.kv_byte_s * self._moved(ticket)[1], landed)
 
     def _landed(self, worker: SimWorker, wire_id: str, ticket: SimTicket) -> None:
         if not worker.lost:
@@ -170,10 +182,14 @@ class FrameHandler:
         del worker.tickets[wire_id]
         worker.scheduler.join(wire_id, 0)
         ticket.sequence.last_token_s = ticket.first_token_s
-        blocks = blocks_for(ticket.sequence.prompt_tokens, self._setup.block_tokens) - ticket.cached_blocks
-        num_bytes = int(blocks * self._setup.block_tokens * self._setup.kv_token_bytes)
+        blocks, num_bytes = self._moved(ticket)
         report = ev.HandoffReported(worker.key, wire_id, num_bytes, blocks, self._setup.network_s, 0.0, None)
         self._deliver(worker, wire_id, report)
+
+    def _moved(self, ticket: SimTicket) -> tuple[int, int]:
+        """Blocks and bytes."""
+        blocks = blocks_for(ticket.sequence.prompt_tokens, self._setup.block_tokens) - ticket.cached_blocks
+        return blocks, int(blocks * self._setup.block_tokens * self._setup.kv_token_bytes)
 
     def _is_whole(self, ticket: SimTicket) -> bool:
         """The decode worker has every block cached and needs only the first token."""

@@ -9,7 +9,16 @@ import pytest
 
 from planner.cost import ConstrainedCostModel, CostModel, PrefillWork, RooflineCostModel
 from planner.devices import find_device, shipped_devices
-from planner.fitted import DecodePoint, PrefillPoint, fit, read_distserve, read_measured, read_splitwise, write_measured
+from planner.fitted import (
+    DecodePoint,
+    MixedPoint,
+    PrefillPoint,
+    fit,
+    read_distserve,
+    read_measured,
+    read_splitwise,
+    write_measured,
+)
 from planner.hardware import Hardware
 from planner.models import KNOWN, find_model
 from planner.shapes import LinkShape
@@ -38,6 +47,23 @@ def test_a_fit_gives_back_what_it_was_made_of_and_states_its_error() -> None:
     assert model.prefill_s(300, 100) == pytest.approx(prefill_s(300, 100))
     assert model.decode_step_s(8, 4000) == pytest.approx(decode_s(8, 4000))
     assert model.fit_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_decoding_beside_prompts_adds_what_was_measured_and_no_step_is_shorter_than_its_parts() -> None:
+    def beside(factor: float) -> list[MixedPoint]:
+        adds_s = factor * (decode_s(8, 800) - 0.004)
+        return [MixedPoint(tokens, 8, 800, prefill_s(tokens, 0) + adds_s) for tokens in (16, 64, 256)]
+
+    summed = fit(*measured(), LINK, "test").step_s([PrefillWork(64, 0)], 8, 800)
+    assert summed == pytest.approx(prefill_s(64, 0) + decode_s(8, 800) - 0.004)
+    model = fit(*measured(), LINK, "test", mixed=beside(0.5))
+    assert model.beside == pytest.approx(0.5)
+    assert model.step_s([PrefillWork(64, 0)], 8, 800) == pytest.approx(
+        prefill_s(64, 0) + 0.5 * (decode_s(8, 800) - 0.004)
+    )
+    free = fit(*measured(), LINK, "test", mixed=beside(-1.0))
+    assert free.step_s([PrefillWork(16, 0)], 8, 800) == pytest.approx(prefill_s(16, 0))
+    assert free.step_s([PrefillWork(16, 0)], 512, 1 << 20) == free.decode_step_s(512, 1 << 20)
 
 
 def test_noise_shows_in_the_error() -> None:

@@ -20,11 +20,19 @@ HOST = HostCores(cores=2, contention=1.2)
         (HOST, [1, 1.2, 1.8, 2.4]),
         (HostCores(4), [1, 1, 1, 1, 1.25]),
         (HostCores(4, 1.3), [1, 1.1, 1.2, 1.3, 1.625]),
+        (HostCores(2, 1.2, crowding=1.1), [1, 1.2, 1.98, 2.64]),
     ],
-    ids=["one core", "two", "four without contention", "four"],
+    ids=["one core", "two", "four without contention", "four", "two that take turns"],
 )
 def test_stretch(host: HostCores, stretches: list[float]) -> None:
     assert [host.stretch(1 + at) for at in range(len(stretches))] == pytest.approx(stretches)
+
+
+@pytest.mark.parametrize("name", ["request_s", "token_s", "handoff_s", "kv_byte_s"])
+def test_processes_take_no_negative_or_endless_time(name: str) -> None:
+    for value in (-0.001, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"host: {name}: expected seconds"):
+            HostCores(2, **{name: value})
 
 
 @pytest.mark.parametrize(("cores", "contention"), [(0, 1.0), (2, 0.9), (2, float("nan"))])
@@ -59,3 +67,13 @@ def test_a_step_is_as_slow_as_there_are_others_at_each_moment() -> None:
 def test_who_is_lost_leaves_its_core() -> None:
     steps = {"a": (0.0, 1, 1.0), "b": (0.0, 1, 1.0)}
     assert ends(steps, stop=("b", 0.6)) == pytest.approx({"a": 1.1})
+
+
+def test_what_other_processes_compute_takes_a_core_from_the_steps() -> None:
+    loop, found = EventLoop(), dict[str, float]()
+    cores = BusyCores(HostCores(1), loop)
+    loop.call_at(0.0, cores.run, "a", 1, 1.0, lambda: found.update(a=loop.now_s()))
+    loop.call_at(0.5, cores.spend, 0.1, lambda: found.update(b=loop.now_s()))
+    loop.call_at(0.5, cores.spend, 0.0, lambda: found.update(nothing=loop.now_s()))
+    loop.run(lambda: False)
+    assert found == pytest.approx({"nothing": 0.5, "b": 0.7, "a": 1.1})

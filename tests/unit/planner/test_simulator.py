@@ -110,6 +110,24 @@ def test_workers_of_one_host_take_turns_with_its_cores() -> None:
     assert sharing == pytest.approx(2 * HOP_S + 2 * 1000 * PER_TOKEN_S)
 
 
+def test_other_processes_of_a_host_delay_what_they_handle() -> None:
+    costs = HostCores(8, request_s=0.01, token_s=0.001, handoff_s=0.02, kv_byte_s=1e-3 / KV_BYTES / 1000)
+    free, taken = (simulate(one(1000, 11), setup_of(1, 1, host=host)) for host in (HostCores(8), costs))
+    assert free.ttft_s.p50 is not None
+    assert free.e2e_s.p50 is not None
+    assert taken.ttft_s.p50 == pytest.approx(free.ttft_s.p50 + 0.01)
+    assert taken.e2e_s.p50 == pytest.approx(free.e2e_s.p50 + 0.01 + 0.02 + 0.001, rel=0.01)
+
+
+def test_tokens_take_their_time_on_a_host_whose_cores_all_compute() -> None:
+    def host(token_s: float) -> HostCores:
+        return HostCores(1, token_s=token_s)
+
+    free, taken = (simulate(one(16, 101), setup_of(0, 1, host=host(token_s))) for token_s in (0.0, 0.001))
+    assert free.tpot_s.p50 is not None
+    assert taken.tpot_s.p50 == pytest.approx(free.tpot_s.p50 + 0.001, rel=0.01)
+
+
 def test_waiting_is_what_queueing_theory_says() -> None:
     """M/D/1: one worker, one prompt a step, one token each. Mean wait = rho * D / (2 * (1 - rho))."""
     load, service_s = 0.7, 0.1

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from cluster.cli.commands.planning.host_costs import with_process_costs
 from cluster.profiling.measured import build_alone
 from cluster.profiling.neighbour import neighbours
 from cluster.profiling.profiler import Grid, Profiler, open_profiler
@@ -17,7 +18,7 @@ from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
 from planner.devices import find_device
-from planner.fitted import read_measured, write_measured
+from planner.fitted import Measurements, read_measured, write_measured
 from planner.hardware import check_one_cost
 from planner.shared_host import HostCores
 from tandem.config.engine import EngineSpec
@@ -28,7 +29,7 @@ from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 from tandem.training.own_answers import OwnAnswers
 
-MIXED_RUNS = 5
+MIXED_RUNS = 9
 ACCEPTANCE_TOKENS = 2000
 
 
@@ -45,11 +46,13 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     plain = engine.model_copy(update={"speculation": "none"})
     with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
-        masks_s = profiler.mask_s_per_row(console.print)
+        mixed, masks_s = profiler.mixed(console.print), profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
+    if host is not None:
+        host = with_process_costs(host, str(resolved.folder), plain, console.print)
     acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
-    write_measured(output, {1: (prefills, decodes, link)}, about, host, masks_s, acceptance)
+    write_measured(output, {1: Measurements(prefills, decodes, link, mixed)}, about, host, masks_s, acceptance)
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
@@ -92,22 +95,29 @@ def _draft_share(speculator: Speculator) -> float:
 def _host_cores(
     profiler: Profiler, engine: EngineSpec, resolved: ResolvedModel, report: Callable[[str], None]
 ) -> HostCores | None:
-    """Measures how much longer steps take while every core of this host runs a worker.
+    """Measures how much longer steps take while every core of this host runs a worker, and while one more runs.
 
     If memory is too small for so many workers, reports that and returns None: the other measurements stay valid.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // engine.threads_per_rank)
-    needed, free = (cores - 1) * psutil.Process().memory_info().rss, psutil.virtual_memory().available
+
+    def mixed_s(others: int) -> float:
+        with neighbours(others, resolved.folder, engine):
+            return statistics.median(profiler.mixed_s() for _ in range(MIXED_RUNS))
+
+    needed, free = cores * psutil.Process().memory_info().rss, psutil.virtual_memory().available
     if needed > free:
         report(f"contention not measured: {cores} workers need {needed >> 30} GiB more, and {free >> 30} GiB are free")
         return None
-    alone_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
     try:
-        with neighbours(cores - 1, resolved.folder, engine):
-            beside_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
+        alone_s, beside_s, crowded_s = (mixed_s(others) for others in (0, cores - 1, cores))
     except UnavailableError as error:
         report(f"contention not measured: {error.message}")
         return None
-    contention = max(1.0, statistics.median(beside_s) / statistics.median(alone_s))
-    report(f"{cores} ranks in parallel: steps take {contention:.2f} times as long")
-    return HostCores(cores, round(contention, 3))
+    contention = max(1.0, beside_s / alone_s)
+    crowding = max(1.0, crowded_s / (alone_s * contention * (cores + 1) / cores))
+    report(
+        f"{cores} ranks in parallel: steps take {contention:.2f} times as long; with one more, {crowding:.2f} times "
+        "what taking turns explains"
+    )
+    return HostCores(cores, round(contention, 3), crowding=round(crowding, 3))
