@@ -78,7 +78,7 @@ bench-speculation: $(DEV)  ## Measure what speculation gains on this CPU (ARGS="
 bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; some need --traces FOLDER)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
-bench-pools: $(DEV)  ## Measure live changes of the pools and predictions (ARGS="--cost cost.json", of `tandem profile`)
+bench-pools: $(DEV)  ## Measure live changes of the pools and predictions (ARGS="--folder FOLDER", which keeps what was measured)
 	@$(BIN)/python -m benchmarks.pools $(ARGS)
 
 bench-vllm: $(DEV)  ## Measure Tandem with vLLM's engine beside vLLM's own pair (ARGS="--figure handoff")

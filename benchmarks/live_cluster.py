@@ -14,7 +14,7 @@ from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import MeasuredTimes, TrafficTrace
 from tandem.config.spec import ClusterSpec
 
 KV_BLOCKS = 768  # per worker: the demo model's KV is large for the memory of a few cores
@@ -46,12 +46,23 @@ async def live(spec: ClusterSpec) -> AsyncIterator[RunningCluster]:
 
 
 async def play(cluster: RunningCluster, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
+    async with _player(cluster, trace, slo, salt) as player:
+        return await player.play(cluster.grpc_address)
+
+
+async def play_timed(cluster: RunningCluster, trace: TrafficTrace, salt: int) -> tuple[LoadResult, MeasuredTimes]:
+    """Also what each request took."""
+    async with _player(cluster, trace, Slo(), salt) as player:
+        return await player.play(cluster.grpc_address), player.times
+
+
+@asynccontextmanager
+async def _player(cluster: RunningCluster, trace: TrafficTrace, slo: Slo, salt: int) -> AsyncIterator[Player]:
     client = GrpcClient(cluster.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
-        prompts = Prompts(trace, salt, await client.vocab_tokens())
-        player = Player(trace, prompts, client, slo, LoadLimits())
+        player = Player(trace, Prompts(trace, salt, await client.vocab_tokens()), client, slo, LoadLimits())
         await player.warm_up(4)
-        return await player.play(cluster.grpc_address)
+        yield player
     finally:
         await client.close()
 

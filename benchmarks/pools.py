@@ -1,12 +1,13 @@
 """Pools of the demo model on this machine: predictions compared with measurements, live changes, and the autoscaler
 compared with static splits.
 
-    make bench-pools ARGS="--cost cost.json --results cells.jsonl"
+    make bench-pools ARGS="--folder FOLDER"
     python -m benchmarks.pools --figure role_change
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target, `ratio`
 value over target. docs/performance-method.md explains each figure. Figures that need the step times of this machine are
-omitted without --cost FILE; if FILE does not exist, the run measures the step times and writes it.
+omitted without --folder FOLDER; if it lacks them, the run measures them. FOLDER also keeps the runs of predictions, and
+a later run goes on from there. It belongs to one machine.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from cluster.profiling.profiler import Grid
 from tandem.errors import TandemError
 
 QUICK_CHANGES = pool_changes.PoolChangeSizes(2, 4, 16, 24, 3.0, 40)
-QUICK_PREDICTION = prediction.PredictionSizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
+QUICK_PREDICTION = prediction.PredictionSizes(3.0, 2, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
-    parser.add_argument("--cost", type=Path, help="step times of this machine, as written by `tandem profile`")
-    parser.add_argument(
-        "--results", type=Path, help="prediction: file for measurements, from which a later run resumes"
-    )
+    parser.add_argument("--folder", type=Path, help="step times of this machine, and runs of predictions")
+    parser.add_argument("--table", type=Path, help="prediction: file for the errors of each cell")
+    parser.add_argument("--weights", action="append", choices=prediction.WEIGHTS, help="prediction: only these")
+    parser.add_argument("--share", action="append", type=float, help="prediction: only these, as in 0.85")
     parser.add_argument("--shape", action="append", help="prediction: only these, as in 1:1")
     parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
@@ -42,7 +43,7 @@ def main() -> int:
     figures = _figures(options)
     for name in options.figure or NAMES:
         if name not in figures:
-            say(f"{name}: omitted, because it needs --cost")
+            say(f"{name}: omitted, because it needs --folder")
             continue
         try:
             for figure in figures[name]():
@@ -63,13 +64,23 @@ def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Fig
         "role_change": lambda: pool_changes.role_change(changes),
         "moved_gap": lambda: pool_changes.moved_gap(changes),
     }
-    if options.cost is not None:
-        cost: Path = options.cost
-        shapes = tuple(map(_shape, options.shape)) if options.shape else prediction.SHAPES
-        names = options.trace or prediction.TRACES
-        found["prediction"] = lambda: prediction.prediction(cost, shapes, names, sizes, options.results)
-        found["static_ratios"] = lambda: pool_changes.ratios(prediction.profiled(cost, sizes.grid), changes)
+    if options.folder is not None:
+        folder: Path = options.folder
+        cells, shares = list(_cells(options)), options.share or prediction.SHARES
+        found["prediction"] = lambda: prediction.prediction(folder, cells, shares, sizes, options.table)
+        found["static_ratios"] = lambda: pool_changes.ratios(
+            prediction.profiled(folder, "float32", sizes.grid), changes
+        )
     return found
+
+
+def _cells(options: argparse.Namespace) -> Iterator[prediction.CellName]:
+    shapes = None if options.shape is None else [*map(_shape, options.shape)]
+    for each in prediction.all_cells():
+        is_asked = options.weights is None or each.weights in options.weights
+        is_asked &= shapes is None or (each.prefill, each.decode) in shapes
+        if is_asked and (options.trace is None or each.traffic in options.trace):
+            yield each
 
 
 def _shape(text: str) -> tuple[int, int]:

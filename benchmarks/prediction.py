@@ -1,7 +1,10 @@
-"""Simulation compared with measurement on this machine: the demo model, four shapes, three traces, two loads.
+"""Simulation compared with measurement on this machine: the demo model in two formats, four shapes, three kinds of
+traffic, two loads.
 
-Each shape and trace runs on a cluster of its own. First all requests arrive at once: the rate at which they are
-answered is the capacity. The shares are of this measured capacity, so the load is right even if the profile is wrong.
+Each cell has a cluster of its own. First all requests arrive at once: the rate at which they are answered is the
+capacity. The loads are shares of this measured capacity, so the load is right even if the profile is wrong. A folder
+keeps the step times of this machine and what was measured with them, so that a run can be continued, and judged again
+after a change of the simulator.
 """
 
 from __future__ import annotations
@@ -9,66 +12,95 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import yaml
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.live_cluster import live, play, say, spec_of
+from benchmarks.live_cluster import live, play_timed, say, spec_of
+from benchmarks.prediction_errors import CellErrors, Run, errors_of, figures_of, figures_of_all
 from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
 from cluster.cli.commands.planning.profile import run_profile
-from cluster.profiling.profiler import Grid
-from planner.compare import MetricRow, compared
+from cluster.cli.load.player import LoadResult
+from cluster.profiling.profiler import Grid, open_profiler
 from planner.hardware import Hardware, setup_of_spec
 from planner.simulator.outcome import Outcome
-from planner.simulator.setup import Setup, Slo
-from planner.simulator.simulate import simulate
+from planner.simulator.setup import Setup
+from planner.simulator.simulate import simulate, simulated_times
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import MeasuredTimes, TrafficTrace
+from tandem.checkpoint.model_store import pull
+from tandem.config.engine import EngineSpec
 from tandem.config.model import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
+WEIGHTS: Mapping[str, Mapping[str, Any]] = {"float32": {}, "int8": {"weights": "int8"}}
 SHARES = (0.85, 0.95)
-LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
-LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
-GRID = Grid(chunks=(16, 32, 64, 128, 256, 512), batches=(1, 2, 4, 8, 16, 32, 64), contexts=(32, 128, 512))
-"""Step sizes of the traces: prompts of at most 400 tokens, batches of up to engine.max_running_requests."""
-Cell = dict[str, Any]
+PROBES = 3
+_SECONDS_AT = {"prefill": 2, "decode": 2, "mixed": 3}  # places in the rows of a profile
+GRID = Grid(
+    chunks=(16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
+    batches=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+    contexts=(32, 128, 512),
+)
+"""Step sizes of the traces: prompts of at most 400 tokens, batches of up to engine.max_running_requests. Close together
+where the products change their kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionSizes:
     """`seconds`: approximate time of a run. `at_once_s`: of the run in which all requests arrive at once."""
 
-    seconds: float = 36.0
-    at_once_s: float = 20.0
+    seconds: float = 18.0
+    runs: int = 5  # at each share, each of other requests
+    at_once_s: float = 12.0
     min_requests: int = 24
-    max_requests: int = 200
+    max_requests: int = 400
     draws: int = 400  # requests drawn, of which each run takes the first
-    grid: Grid = GRID
+    grid: Grid = field(default=GRID, repr=False)
 
 
-def traces(count: int) -> dict[str, TrafficTrace]:
+@dataclass(frozen=True, slots=True)
+class CellName:
+    weights: str
+    prefill: int
+    decode: int
+    traffic: str
+
+    def __str__(self) -> str:
+        return f"{self.weights}_{self.prefill}:{self.decode}_{self.traffic}"
+
+
+def traces(count: int, draw: int = 0) -> dict[str, TrafficTrace]:
     """Traces like conversations, questions about documents, and bursts of short questions. Lengths are scaled down to
-    seconds of one core's time. One request per second."""
-    chat = synthetic_trace(count, Gamma(1.0), LengthSpec(96, 0.8, 400), LengthSpec(24, 0.6, 96), seed=11)
+    seconds of one core's time. One request per second. Each `draw` has other requests."""
+    seed = 11 + 100 * draw
+    chat = synthetic_trace(count, Gamma(1.0), LengthSpec(96, 0.8, 400), LengthSpec(24, 0.6, 96), seed=seed)
     shared = SharedPrefixes(4, 128, 0.8)
     documents = synthetic_trace(
-        count, Gamma(1.0), LengthSpec(48, 0.5, 160), LengthSpec(16, 0.5, 64), prefixes=shared, seed=12
+        count, Gamma(1.0), LengthSpec(48, 0.5, 160), LengthSpec(16, 0.5, 64), prefixes=shared, seed=seed + 1
     )
-    bursts = synthetic_trace(count, Gamma(1.0, 2.0), LengthSpec(40, 0.6, 160), LengthSpec(32, 0.6, 96), seed=13)
-    return dict(zip(TRACES, (chat, documents, bursts), strict=True))
+    bursts = synthetic_trace(count, Gamma(1.0, 2.0), LengthSpec(40, 0.6, 160), LengthSpec(32, 0.6, 96), seed=seed + 2)
+    return {name: replace(each, name=name) for name, each in zip(TRACES, (chat, documents, bursts), strict=True)}
 
 
-def setup_for(hardware: Hardware, prefill: int, decode: int, trace: TrafficTrace) -> Setup:
+def setup_for(
+    hardware: Hardware, prefill: int, decode: int, trace: TrafficTrace, engine: Mapping[str, Any] | None = None
+) -> Setup:
     block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean = float(trace.prompt_tokens.mean())
-    return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
+    return setup_of_spec(
+        spec_of(prefill, decode, _changes(engine)), hardware, mean_prompt_tokens=mean, trace_block=block
+    )
 
 
 def at_once(trace: TrafficTrace, setup: Setup, sizes: PredictionSizes) -> TrafficTrace:
@@ -95,112 +127,224 @@ def at_share(trace: TrafficTrace, rate: float, sizes: PredictionSizes) -> Traffi
     return trace.at_rate(rate / trace.requests_per_s).head(count)
 
 
-def objectives(trace: TrafficTrace, setup: Setup) -> Slo:
-    """Objectives that 10 % of the simulated requests miss, where attainment is most sensitive."""
-    found = simulate(trace, setup)
-    return Slo(found.ttft_s.p90, found.tpot_s.p90)
-
-
-def profiled(cost: Path, grid: Grid) -> Path:
-    """Returns the file of the demo model's step times on this machine; measures them if `cost` does not exist."""
+def profiled(folder: Path, weights: str, grid: Grid, name: str | None = None) -> Path:
+    """Returns the file `name` of the demo model's step times on this machine; measures them if it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cost = folder / f"{name or weights}.json"
     if not cost.exists():
-        run_profile(None, DEMO_MODEL, "cpu", cost, grid)
+        with TemporaryDirectory() as scratch:
+            config = Path(scratch) / "spec.yaml"
+            config.write_text(yaml.safe_dump({"models": [{"source": DEMO_MODEL, "engine": dict(WEIGHTS[weights])}]}))
+            run_profile(config, DEMO_MODEL, "cpu", cost, grid)
     return cost
 
 
 def load_measured_hardware(cost: Path) -> Hardware:
-    """The demo model on this machine, from the measurements of `tandem profile`."""
+    """The demo model on this machine, from the measurements of `tandem profile`. KV is in float32."""
     return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0, one_host=True))
 
 
 class CellJournal:
-    """Measurements by shape and trace, in a file if one is given, from which a later run resumes."""
+    """Measurements by cell, in a file, from which a later run goes on."""
 
-    def __init__(self, path: Path | None, cost: Path, sizes: PredictionSizes) -> None:
-        """Skips lines of other profiles and sizes."""
+    def __init__(self, path: Path, shares: Sequence[float], sizes: PredictionSizes) -> None:
+        """Skips lines of other sizes and shares."""
         self._path = path
-        self._about = hashlib.blake2b(cost.read_bytes() + repr(sizes).encode(), digest_size=8).hexdigest()
-        self._found: dict[str, Cell] = {}
-        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        self._about = hashlib.blake2b(repr((tuple(shares), sizes)).encode(), digest_size=8).hexdigest()
+        self._found: dict[str, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
             entry = json.loads(line)
             if entry["about"] == self._about:
                 self._found[entry["cell"]] = entry
 
-    def find(self, name: str) -> Cell | None:
+    def find(self, name: str) -> dict[str, Any] | None:
         return self._found.get(name)
 
-    def add(self, name: str, cell: Cell) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"about": self._about, "cell": name} | cell) + "\n")
+    def add(self, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        entry = {"about": self._about, "cell": name, **found}
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        self._found[name] = entry
+        return entry
+
+
+class Probes:
+    """A fixed piece of work, to tell how fast the machine is now."""
+
+    def __init__(self, sizes: PredictionSizes) -> None:
+        self._stack, self._grid = ExitStack(), sizes.grid
+
+    def __enter__(self) -> Probes:
+        engine = EngineSpec(kv_blocks=512, threads_per_rank=1)
+        self._profiler = self._stack.enter_context(open_profiler(pull(DEMO_MODEL), engine, self._grid))
+        self._profiler.mixed_s()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def take_s(self) -> float:
+        return statistics.median(self._profiler.mixed_s() for _ in range(PROBES))
 
 
 def prediction(
-    cost: Path,
-    shapes: Sequence[tuple[int, int]],
-    names: Sequence[str],
+    folder: Path,
+    names: Sequence[CellName],
+    shares: Sequence[float],
     sizes: PredictionSizes,
-    results: Path | None = None,
+    table: Path | None = None,
 ) -> Iterator[Figure]:
-    """Yields figures for each shape and trace, then the worst of all."""
-    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), CellJournal(results, cost, sizes)
-    drawn = traces(sizes.draws)
-    found: list[Figure] = []
-    for shape in shapes:
-        for which in names:
-            name = f"{shape[0]}:{shape[1]}_{which}"
-            if (cell := cells.find(name)) is None:
-                cell = asyncio.run(_measured(hardware, shape, replace(drawn[which], name=which), sizes))
-                cells.add(name, cell)
-            figures = list(errors(name, cell))
-            yield from figures
-            found += figures
-    yield from worst(found)
+    """Yields the figures of each cell, then of all. `table`: a file for the errors and their intervals, as JSON."""
+    journal, found = CellJournal(folder / "cells.jsonl", shares, sizes), list[CellErrors]()
+    formats = list(dict.fromkeys(each.weights for each in names))
+    with Probes(sizes) as probes:
+        before = {weights: _profile(folder, weights, "before", sizes, journal, probes) for weights in formats}
+        for name in names:
+            if journal.find(str(name)) is None:
+                hardware = load_measured_hardware(before[name.weights])
+                journal.add(str(name), _measured(name, hardware, shares, sizes, probes))
+        after = {weights: _profile(folder, weights, "after", sizes, journal, probes) for weights in formats}
+    for weights in formats:
+        write_mean(before[weights], after[weights], folder / f"{weights}.json")
+    for name in names:
+        for errors in judged(name, load_measured_hardware(folder / f"{name.weights}.json"), sizes, journal):
+            yield from figures_of(errors)
+            found.append(errors)
+    for share in shares:
+        yield from figures_of_all([each for each in found if each.share == _percent(share)])
+    if table is not None:
+        table.write_text("".join(json.dumps(each.to_json()) + "\n" for each in found))
 
 
-async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: TrafficTrace, sizes: PredictionSizes) -> Cell:
-    """`capacity`: simulated and measured, requests per second. `runs`: both outcomes for each share of it."""
-    setup = setup_for(hardware, *shape, drawn)
-    together = at_once(drawn, setup, sizes)
-    runs: dict[str, list[dict[str, Any]]] = {}
-    async with live(spec_of(*shape)) as controller:
-        measured = answered_per_s(await play(controller, together, Slo(), salt=1))
-        simulated = answered_per_s(simulate(together, setup))
-        say(f"{shape[0]}:{shape[1]}, {drawn.name}: {measured:.2f} requests/s, simulated {simulated:.2f}")
-        for salt, share in enumerate(SHARES, 2):
-            trace = at_share(drawn, share * measured, sizes)
-            slo = objectives(trace, setup)
-            played = await play(controller, trace, slo, salt)
-            runs[f"{round(100 * share)}"] = [simulate(trace, setup, slo).to_json(), played.to_json()]
-    return {"capacity": [simulated, measured], "runs": runs}
+def all_cells() -> list[CellName]:
+    return [CellName(weights, *shape, which) for weights in WEIGHTS for shape in SHAPES for which in TRACES]
 
 
-def errors(name: str, cell: Cell) -> Iterator[Figure]:
-    """Errors of the simulation: of the capacity, and at each share of it."""
-    simulated, measured = cell["capacity"]
-    yield Figure(f"sim.capacity_error_{name}", round(abs(simulated / measured - 1), 3), "share")
-    for share, (a, b) in cell["runs"].items():
-        lines = {line.metric: line for line in compared(a, b)}
-        for metric in (*LATENCIES, "attainment.joint"):
-            say(f"  {name} at {share} %, {metric}: simulated {lines[metric].a}, measured {lines[metric].b}")
-        latency = max(_error(lines, each) for each in LATENCIES)
-        points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
-        yield Figure(f"sim.latency_error_{share}_{name}", round(latency, 3), "share", LATENCY_TARGET)
-        yield Figure(f"sim.attainment_error_{share}_{name}", round(points, 1), "points", ATTAINMENT_TARGET_POINTS)
+def _profile(
+    folder: Path, weights: str, when: str, sizes: PredictionSizes, journal: CellJournal, probes: Probes
+) -> Path:
+    """Of the demo model, `when` before or after the cells. Also notes how fast the machine was then."""
+    name = f"{weights}-{when}"
+    if journal.find(f"probe_{name}") is None:
+        before_s = probes.take_s()
+        profiled(folder, weights, sizes.grid, name)
+        journal.add(f"probe_{name}", {"seconds": (before_s + probes.take_s()) / 2})
+    return folder / f"{name}.json"
 
 
-def worst(figures: Sequence[Figure]) -> Iterator[Figure]:
-    for share in SHARES:
-        for kind in ("latency", "attainment"):
-            name = f"sim.{kind}_error_{round(100 * share)}"
-            most = max((each for each in figures if each.figure.startswith(f"{name}_")), key=lambda each: each.value)
-            ratio = None if most.reference is None else round(most.value / most.reference, 2)
-            yield replace(most, figure=name, ratio=ratio)
+def write_mean(before: Path, after: Path, to: Path) -> None:
+    """The mean of two profiles: one alone is off by some percent. A point that only one has is scaled as the others."""
+    found = [json.loads(each.read_text()) for each in (before, after)]
+    widths = [each["widths"][0] for each in found]
+    mean = {kind: _mean_points(at, *(each.get(kind, []) for each in widths)) for kind, at in _SECONDS_AT.items()}
+    hosts = [each["host"] for each in found]
+    host = {key: statistics.mean(each.get(key, 1.0) for each in hosts) for key in hosts[1]}
+    content = found[1] | {"widths": [widths[1] | mean], "host": host | {"cores": hosts[1]["cores"]}}
+    to.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _error(lines: Mapping[str, MetricRow], metric: str) -> float:
-    """The error of the simulated value relative to the measured one."""
-    found = lines.get(metric)
-    if found is None or found.a is None or not found.b:
-        raise RuntimeError(f"{metric}: expected a measured value, got none")
-    return abs(found.a / found.b - 1)
+def _mean_points(at: int, one: list[list[float]], other: list[list[float]]) -> list[list[float]]:
+    """Rows of sizes and, `at` this place, seconds."""
+    seconds = [{tuple(row[:at] + row[at + 1 :]): row[at] for row in rows} for rows in (one, other)]
+    both = seconds[0].keys() & seconds[1].keys()
+    means = {key: (seconds[0][key] + seconds[1][key]) / 2 for key in both}
+    for known in seconds:
+        factor = statistics.median(means[key] / known[key] for key in both) if both else 1.0
+        means = {key: factor * value for key, value in known.items() if key not in both} | means
+    return [[*key[:at], value, *key[at:]] for key, value in sorted(means.items())]
+
+
+def judged(name: CellName, hardware: Hardware, sizes: PredictionSizes, journal: CellJournal) -> Iterator[CellErrors]:
+    """The errors at each share of a cell that was measured. All that its cluster got is simulated as one trace, because
+    routers and caches remember what came before. Steps take as much longer than profiled as the probes did."""
+    entry = journal.find(str(name))
+    profiles = [journal.find(f"probe_{name.weights}-{when}") for when in ("before", "after")]
+    assert entry is not None
+    speed = statistics.median(entry["probes"])
+    drift = max(abs(each / speed - 1) for each in entry["probes"])
+    hardware = hardware.stretched(speed / statistics.mean(each["seconds"] for each in profiles if each is not None))
+    parts = [_trace_of(run, entry["capacity"], name, sizes, len(run["ttft_s"])) for run in entry["runs"]]
+    whole = parts[0]
+    for part, run in zip(parts[1:], entry["runs"][1:], strict=True):
+        whole = whole.followed_by(part, run["began_s"])
+    setup = setup_for(hardware, name.prefill, name.decode, parts[0], WEIGHTS[name.weights])
+    simulated, ends = simulated_times(whole, setup), np.cumsum([len(part) for part in parts])
+    runs: dict[float | None, list[Run]] = {}
+    for run, part, end in zip(entry["runs"], parts, ends.tolist(), strict=True):
+        measured = MeasuredTimes(np.array(run["ttft_s"], float), np.array(run["decode_s"], float))
+        own = simulated.rows(slice(end - len(part), end))
+        runs.setdefault(run["share"], []).append(Run(measured, own, part.output_tokens))
+    capacity = _rate(runs[None][0].simulated) / entry["capacity"] - 1
+    for share, some in runs.items():
+        if share is not None:
+            yield errors_of(str(name), _percent(share), some, capacity, drift)
+
+
+def _trace_of(
+    run: Mapping[str, Any], capacity: float, name: CellName, sizes: PredictionSizes, count: int
+) -> TrafficTrace:
+    drawn = traces(sizes.draws, run["draw"])[name.traffic]
+    if run["share"] is None:
+        return _together(drawn.head(count))
+    return at_share(drawn, run["share"] * capacity, sizes)
+
+
+def _rate(times: MeasuredTimes) -> float:
+    """As `answered_per_s`."""
+    e2e_s = times.e2e_s[~np.isnan(times.e2e_s)]
+    return float(0.9 * len(e2e_s) / np.quantile(e2e_s, 0.9))
+
+
+def _measured(
+    name: CellName, hardware: Hardware, shares: Sequence[float], sizes: PredictionSizes, probes: Probes
+) -> dict[str, Any]:
+    """The capacity, the measured times of each run, and what the probes before and after took."""
+    taken = [probes.take_s()]
+    capacity, runs = asyncio.run(_played(name, hardware, shares, sizes, lambda: taken.append(probes.take_s())))
+    return {"capacity": capacity, "probes": taken, "runs": runs}
+
+
+async def _played(
+    name: CellName,
+    hardware: Hardware,
+    shares: Sequence[float],
+    sizes: PredictionSizes,
+    probe: Callable[[], None],
+) -> tuple[float, list[dict[str, Any]]]:
+    drawn = traces(sizes.draws)[name.traffic]
+    setup = setup_for(hardware, name.prefill, name.decode, drawn, WEIGHTS[name.weights])
+    runs: list[dict[str, Any]] = []
+
+    async with live(spec_of(name.prefill, name.decode, _changes(WEIGHTS[name.weights]))) as cluster:
+
+        async def play(trace: TrafficTrace, share: float | None, draw: int) -> LoadResult:
+            result, times = await play_timed(cluster, trace, salt=1 + len(runs))
+            began_s = times.began_s - (began[0] if began else times.began_s)
+            began.append(times.began_s)
+            seen = {"ttft_s": _rounded(times.ttft_s), "decode_s": _rounded(times.decode_s)}
+            about = {"share": share, "draw": draw, "began_s": round(began_s, 3), "handoffs": result.handoffs}
+            runs.append(about | seen)
+            probe()
+            return result
+
+        began: list[float] = []
+        capacity = answered_per_s(await play(at_once(drawn, setup, sizes), None, 0))
+        say(f"{name}: {capacity:.2f} requests/s")
+        for share in shares:
+            for draw in range(1, 1 + sizes.runs):
+                other = traces(sizes.draws, draw)[name.traffic]
+                await play(at_share(other, share * capacity, sizes), share, draw)
+    return capacity, runs
+
+
+def _rounded(seconds: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+    """In tenths of a millisecond. None: not measured."""
+    return [None if np.isnan(each) else round(each, 4) for each in seconds.tolist()]
+
+
+def _changes(engine: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {f"models.0.engine.{name}": value for name, value in (engine or {}).items()}
+
+
+def _percent(share: float) -> int:
+    return round(100 * share)

@@ -1,5 +1,5 @@
-"""Writes tables and a picture from what benchmarks printed into docs/disaggregate-or-not.md, docs/others-answers.md
-and docs/placement-papers.md.
+"""Writes tables and a picture from what benchmarks printed into docs/disaggregate-or-not.md, docs/others-answers.md,
+docs/placement-papers.md and docs/prediction-errors.md.
 
 generate-planner-pages.py [--check]     --check: writes nothing; exits 1 if a page or the picture is stale
 """
@@ -25,6 +25,8 @@ ANSWERS = ROOT / "benchmarks" / "planner_answers.jsonl"
 ANSWERS_PAGE = ROOT / "docs" / "others-answers.md"
 PAPERS = ROOT / "benchmarks" / "planner_papers.jsonl"
 PAPERS_PAGE = ROOT / "docs" / "placement-papers.md"
+ERRORS = ROOT / "benchmarks" / "prediction_cells.jsonl"
+ERRORS_PAGE = ROOT / "docs" / "prediction-errors.md"
 PICTURE = ROOT / "docs" / "pictures" / "disaggregate-or-not.svg"
 BEGIN, END = "<!-- written by scripts/generate-planner-pages.py -->", "<!-- end of what is written -->"
 
@@ -259,6 +261,37 @@ def rule_cell(line: dict[str, Any]) -> str:
     return f"{line['value']:.2f} by `{line['layout'].removeprefix('aggregated ')}`"
 
 
+# ---- errors of predictions
+
+
+def prediction_errors(lines: Sequence[dict[str, Any]]) -> str:
+    """A row for each cell, a table for each format of the weights."""
+    made = [""]
+    for (share, weights), some in groupby(lines, key=lambda line: (line["share"], line["cell"].partition("_")[0])):
+        cells = list(some)
+        metrics = list(cells[0]["errors"])
+        heads = ["shape, traffic", "requests", "capacity", *metrics, "drift"]
+        rows = []
+        for cell in cells:
+            _, shape, traffic = cell["cell"].split("_")
+            name = f"{'aggregated' if shape.startswith('0') else shape}, {traffic}"
+            errors = [error_cell(*cell["errors"][metric]) for metric in metrics]
+            capacity, drift = signed(cell["capacity"]), f"{100 * cell['drift']:.0f}"
+            rows.append([name, str(cell["requests"]), capacity, *errors, drift])
+        made += [f"At {share} % of the measured capacity, weights in {weights}:", "", *table([heads, *rows]), ""]
+    return "\n".join(made)
+
+
+def error_cell(value: float, low: float, high: float) -> str:
+    return f"{signed(value)} ({signed(low)} to {signed(high)})"
+
+
+def signed(share: float) -> str:
+    """In percent, or points."""
+    percent = round(100 * share)
+    return "0" if not percent else f"{'+' if percent > 0 else '−'}{abs(percent)}"
+
+
 def main(*, check: bool) -> int:
     cells = [Cell(line) for line in read(GRID)]
     made = picture(cells)
@@ -269,7 +302,8 @@ def main(*, check: bool) -> int:
         PICTURE.write_text(made)
     stale = write_part(GRID_PAGE, BEGIN, END, tables(cells), check=check)
     stale = stale or write_part(ANSWERS_PAGE, BEGIN, END, answers(read(ANSWERS)), check=check)
-    return stale or write_part(PAPERS_PAGE, BEGIN, END, papers(read(PAPERS)), check=check)
+    stale = stale or write_part(PAPERS_PAGE, BEGIN, END, papers(read(PAPERS)), check=check)
+    return stale or write_part(ERRORS_PAGE, BEGIN, END, prediction_errors(read(ERRORS)), check=check)
 
 
 if __name__ == "__main__":

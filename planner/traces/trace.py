@@ -179,6 +179,32 @@ class TrafficTrace:
             measured=None,
         )
 
+    def followed_by(self, other: TrafficTrace, at_s: float) -> TrafficTrace:
+        """This trace, and another whose first request arrives at `at_s`, not before the last of this one. They share
+        no prefixes with each other. Raises InputError if one lacks prefixes or they have other blocks or labels."""
+        mine, others = self.prefixes, other.prefixes
+        block_tokens = [None if each is None else each.block_tokens for each in (mine, others)]
+        if block_tokens[0] != block_tokens[1] or self.labels != other.labels:
+            raise InputError(f"{other.name}: expected prefixes, blocks and labels as {self.name} has", field="trace")
+        prefixes = None
+        if mine is not None and others is not None:
+            distinct = int(mine.ids.max(initial=-1)) + 1
+            prefixes = PrefixBlocks(
+                mine.block_tokens,
+                np.concatenate([mine.ids, others.ids + distinct]),
+                np.concatenate([mine.ends, others.ends + len(mine.ids)]),
+            )
+        labels = [np.zeros(len(each), np.int32) if each.label is None else each.label for each in (self, other)]
+        return replace(
+            self,
+            arrival_s=np.concatenate([self.arrival_s, at_s + other.arrival_s]),
+            prompt_tokens=np.concatenate([self.prompt_tokens, other.prompt_tokens]),
+            output_tokens=np.concatenate([self.output_tokens, other.output_tokens]),
+            prefixes=prefixes,
+            label=None if self.label is None and other.label is None else np.concatenate(labels),
+            measured=None,
+        )
+
     def repeated(self, times: int) -> TrafficTrace:
         """Repeats the trace in sequence. Repetitions share no prefixes with each other."""
         period_s = self.span_s + 1.0 / self.requests_per_s

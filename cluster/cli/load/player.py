@@ -19,7 +19,7 @@ from cluster.cli.load.prompts import Prompts
 from planner.simulator.measurements import RunMeasurements
 from planner.simulator.outcome import LatencyQuantiles, Outcome, outcome_fields
 from planner.simulator.setup import Slo
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import MeasuredTimes, TrafficTrace
 from tandem.errors import DeadlineExceeded, ErrorCode, InputError, TandemError
 from tandem.request import RequestState
 
@@ -125,6 +125,14 @@ class Player:
     def _request(self, index: int) -> LoadRequest:
         priority, _ = self._trace.label_of(index)
         return LoadRequest(self._prompts.of(index), int(self._trace.output_tokens[index]), priority)
+
+    @property
+    def times(self) -> MeasuredTimes:
+        """What each finished request took; NaN for others. They began in the clock of the event loop."""
+        found = self._measurements
+        ttft_s = np.where(found.finished, found.first_token_s - self._trace.arrival_s, np.nan)
+        decode_s = np.where(found.finished, found.last_token_s - found.first_token_s, np.nan)
+        return MeasuredTimes(ttft_s, decode_s, self._start_s)
 
     async def _run_one(self, index: int, request: LoadRequest) -> None:
         measured, arrival_s = self._measurements, float(self._trace.arrival_s[index])

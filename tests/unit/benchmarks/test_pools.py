@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import prediction
 from benchmarks.live_cluster import spec_of
 from benchmarks.pool_changes import OVERLOADED, PoolChangeSizes, capacity, shifting
 from benchmarks.prediction import (
@@ -18,15 +18,16 @@ from benchmarks.prediction import (
     answered_per_s,
     at_once,
     at_share,
-    errors,
-    objectives,
     setup_for,
     traces,
+    write_mean,
 )
+from benchmarks.prediction_errors import LATENCIES, Run, errors_of, figures_of, figures_of_all
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.simulator.simulate import simulate
+from planner.traces.trace import MeasuredTimes
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,6 @@ def test_a_share_of_capacity_is_served_and_more_than_all_of_it_is_not(hardware: 
     part = at_share(trace, 0.85 * most, PredictionSizes(seconds=60.0 / most))
     assert len(part) == 50
     assert part.requests_per_s == pytest.approx(0.85 * most, rel=0.5)
-    attained = simulate(below, setup, objectives(below, setup)).attainment
-    assert attained.ttft == pytest.approx(0.9, abs=0.05)
 
 
 def test_what_is_answered_of_requests_that_come_at_once_is_the_rate_that_no_queue_outgrows(hardware: Hardware) -> None:
@@ -68,37 +67,78 @@ def test_the_profile_has_steps_as_large_as_the_runs_make_them() -> None:
         assert max(GRID.contexts) >= (trace.prompt_tokens + trace.output_tokens).max()
 
 
-def test_cells_are_measured_once_for_one_profile_and_size(tmp_path: Path) -> None:
-    cost, results, sizes = tmp_path / "cost.json", tmp_path / "cells.jsonl", PredictionSizes()
-    cost.write_text("{}")
-    CellJournal(results, cost, sizes).add("0:1_chat", {"capacity": [1.0, 2.0], "runs": {}})
-    found = CellJournal(results, cost, sizes).find("0:1_chat")
+def test_cells_are_measured_once_for_one_size(tmp_path: Path) -> None:
+    results, sizes = tmp_path / "cells.jsonl", PredictionSizes()
+    CellJournal(results, (0.85,), sizes).add("float32_0:1_chat", {"capacity": 2.0})
+    found = CellJournal(results, (0.85,), sizes).find("float32_0:1_chat")
     assert found is not None
-    assert found["capacity"] == [1.0, 2.0]
-    assert CellJournal(results, cost, sizes).find("0:1_bursts") is None
-    assert CellJournal(results, cost, replace(sizes, seconds=1.0)).find("0:1_chat") is None
-    cost.write_text('{"another": "profile"}')
-    assert CellJournal(results, cost, sizes).find("0:1_chat") is None
+    assert found["capacity"] == 2.0
+    assert CellJournal(results, (0.85,), sizes).find("float32_1:1_chat") is None
+    assert CellJournal(results, (0.95,), sizes).find("float32_0:1_chat") is None
+    assert CellJournal(results, (0.85,), replace(sizes, seconds=1.0)).find("float32_0:1_chat") is None
 
 
-def test_errors_are_those_of_capacity_and_of_each_share_and_the_worst_of_all_comes_last(hardware: Hardware) -> None:
-    trace = traces(60)["bursts"].at_rate(0.01)
-    setup = setup_for(hardware, 0, 1, trace)
-    slo = objectives(trace, setup)
-    a = simulate(trace, setup, slo).to_json()
-    slower = json.loads(json.dumps(a))
-    slower["ttft_s"]["p95"] *= 1.25
-    slower["attainment"]["joint"] -= 0.03
-    cell = {"capacity": [3.0, 4.0], "runs": {"85": [a, slower], "95": [a, a]}}
-    figures = {each.figure: each for each in errors("0:1_bursts", cell)}
-    assert figures["sim.capacity_error_0:1_bursts"].value == 0.25
-    assert figures["sim.latency_error_85_0:1_bursts"].value == 0.2, "relative to the measured"
-    assert figures["sim.attainment_error_85_0:1_bursts"].value == 3.0
-    assert figures["sim.latency_error_95_0:1_bursts"].value == 0.0
-    other = [replace(each, figure=each.figure.replace("bursts", "chat"), value=0.0) for each in figures.values()]
-    worst = {each.figure: (each.value, each.ratio) for each in prediction.worst([*figures.values(), *other])}
-    assert worst["sim.latency_error_85"] == (0.2, 4.0)
-    assert worst["sim.attainment_error_95"] == (0.0, 0.0)
+def run_of(random: np.random.Generator, factor: float, noise: float) -> Run:
+    """Measured times that are `factor` times the simulated ones, but for noise."""
+    ttft_s, decode_s = random.gamma(4.0, 0.1, size=(2, 150))
+    seen = factor * random.normal(1.0, noise)
+    return Run(
+        MeasuredTimes(ttft_s * seen, decode_s * seen), MeasuredTimes(ttft_s, decode_s), np.full(150, 11, np.int64)
+    )
+
+
+@pytest.mark.parametrize(("factor", "meets"), [(1.02, True), (1.3, False)])
+def test_errors_have_the_sign_of_the_simulation_and_an_interval(factor: float, meets: bool) -> None:
+    random = np.random.default_rng(1)
+    found = errors_of("cell", 85, [run_of(random, factor, 0.01) for _ in range(5)], 0.01, 0.02)
+    assert found.requests == 750
+    for name in LATENCIES:
+        assert found.of[name].value == pytest.approx(1 / factor - 1, abs=0.02)
+        assert found.of[name].low < found.of[name].value < found.of[name].high
+    assert found.meets("latency") is meets
+    assert found.of["attainment"].value == pytest.approx(0.0 if meets else 0.3, abs=0.2)
+
+
+def test_the_interval_tells_runs_that_differ_from_each_other() -> None:
+    random = np.random.default_rng(2)
+    alike, unlike = (
+        errors_of("cell", 85, [run_of(random, 1.0, noise) for _ in range(5)], 0.0, 0.0).of["TPOT p50"]
+        for noise in (0.0, 0.2)
+    )
+    assert unlike.high - unlike.low > 2 * (alike.high - alike.low)
+
+
+def test_figures_count_the_cells_that_meet_the_targets() -> None:
+    random = np.random.default_rng(3)
+    cells = [
+        errors_of(name, 85, [run_of(random, factor, 0.0) for _ in range(5)], 0.01, 0.02)
+        for name, factor in (("a", 1.0), ("b", 1.3))
+    ]
+    found = {each.figure: each.value for each in figures_of_all(cells)}
+    assert found["sim.latency_error_85"] == found["sim.e2e_error_85"] == 0.5
+    assert found["sim.latency_error_85_worst"] == pytest.approx(1 - 1 / 1.3, abs=0.01)
+    assert found["sim.drift_85"] == 0.02
+    assert {each.figure: each.value for each in figures_of(cells[0])}["sim.latency_error_85_a"] < 0.01
+
+
+def test_the_mean_of_two_profiles_has_the_points_of_both(tmp_path: Path) -> None:
+    def written(name: str, prefill: list[list[float]], request_s: float) -> Path:
+        decode = [[1, 35, 0.1], [2, 70, 0.2]]
+        width = {"tp": 1, "prefill": prefill, "decode": decode, "mixed": [[16, 2, 128, 0.3]], "link": {}}
+        path = tmp_path / name
+        path.write_text(json.dumps({"widths": [width], "host": {"cores": 2, "request_s": request_s}}))
+        return path
+
+    before = written("before", [[16, 0, 1.0, 1], [64, 0, 2.0, 1]], 0.004)
+    after = written("after", [[16, 0, 1.2, 1], [32, 0, 1.8, 1], [64, 0, 2.4, 1]], 0.006)
+    write_mean(before, after, tmp_path / "mean")
+    mean = json.loads((tmp_path / "mean").read_text())
+    (width,) = mean["widths"]
+    # What only the second has is scaled as the others: 1.1 / 1.2.
+    assert [row[2] for row in width["prefill"]] == pytest.approx([1.1, 1.65, 2.2])
+    assert width["decode"] == [[1, 35, 0.1], [2, 70, 0.2]]
+    assert width["mixed"] == [[16, 2, 128, 0.3]]
+    assert mean["host"] == {"cores": 2, "request_s": pytest.approx(0.005)}
 
 
 def test_the_shifting_workload_has_long_prompts_then_long_answers_then_both(hardware: Hardware) -> None:

@@ -284,6 +284,26 @@ class TestMeasured:
             self.read(tmp_path, row)
 
 
+class TestFollowedBy:
+    def drawn(self, seed: int, **changes: SharedPrefixes) -> TrafficTrace:
+        return synthetic_trace(40, Gamma(1.0), LengthSpec(300), LengthSpec(20), seed=seed, **changes)
+
+    def test_the_second_begins_when_it_is_said_and_shares_nothing_with_the_first(self) -> None:
+        shared = SharedPrefixes(3, 64)
+        first, second = (self.drawn(seed, prefixes=shared) for seed in (1, 2))
+        both = first.followed_by(second, 100.0)
+        assert len(both) == 80
+        assert both.arrival_s[40:].tolist() == (100.0 + second.arrival_s).tolist()
+        assert both.prompt_tokens.tolist() == [*first.prompt_tokens.tolist(), *second.prompt_tokens.tolist()]
+        hits = [infinite_cache_hits(each).hit_tokens for each in (first, second, both)]
+        assert hits[2] == hits[0] + hits[1]
+        assert same(both.stretch(40, 80), second)
+
+    def test_traces_of_another_kind_are_refused(self) -> None:
+        with pytest.raises(InputError, match="synthetic: expected prefixes, blocks and labels as synthetic has"):
+            self.drawn(1).followed_by(self.drawn(2, prefixes=SharedPrefixes(3, 64)), 100.0)
+
+
 class TestResampled:
     """Other traffic of the same kind."""
 
