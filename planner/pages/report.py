@@ -14,6 +14,7 @@ from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
 from planner.search.roofline import RooflineChart
+from planner.search.schedule import Schedule
 from planner.search.trials import RESAMPLES
 from tandem.config.model import Role
 from tandem.text.words import plural
@@ -36,6 +37,8 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), rooflines
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
+    if plan.schedule is not None:
+        figures.append(("schedule", _schedule(plan, plan.schedule)))
     if plan.grid:
         figures.append(("grid", _grid(plan)))
     figures += [(name, _roofline(each)) for name, each in zip(("roofline", "roofline-decode"), rooflines, strict=False)]
@@ -43,6 +46,7 @@ def html_report(plan: Plan, cost_model: str, more: Sequence[str] = (), rooflines
         "goodput-cost": "Goodput against cost",
         "ttft-tpot": "TTFT against TPOT",
         "variants": "The plan under other conditions",
+        "schedule": "The plan's pools over time",
         "grid": "Other numbers of workers",
         "roofline": "What a device does in a step",
     }
@@ -101,8 +105,9 @@ def _summary(plan: Plan) -> str:
         for each in plan.costs
     )
     titles = "".join(f"<th>{title}</th>" for title in COST_TITLES)
-    note = plan.same_price_note()
-    beside = "".join(f"<p>{escape(each)}.</p>" for each in (*([] if note is None else [note]), *plan.headroom_lines()))
+    note, sized = plan.same_price_note(), [] if plan.schedule is None else [*plan.schedule.lines()]
+    lines = (*([] if note is None else [note]), *plan.headroom_lines(), *sized)
+    beside = "".join(f"<p>{escape(each)}.</p>" for each in lines)
     sure = "".join(
         f"<tr><td>{escape(str(each.layout))}</td><td>{each.layout.devices}</td><td>{each.met} of {RESAMPLES}</td>"
         f"<td>{each.low:.1%} to {each.high:.1%}</td></tr>"
@@ -196,6 +201,31 @@ def _variants(plan: Plan) -> go.Figure:
     figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="goal")
     figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105])
     figure.update_xaxes(automargin=True)
+    return figure
+
+
+def _schedule(plan: Plan, found: Schedule) -> go.Figure:
+    """Devices in use as steps, and the rate of requests on an axis of its own."""
+    figure, hours = go.Figure(), [each.start_s / 3600 for each in found.parts]
+    hours.append(found.parts[-1].end_s / 3600)
+    devices = [each.layout.devices for each in found.parts]
+    text = [f"{each.layout}<br>{each.requests_per_s:.2f} requests/s" for each in found.parts]
+    whole = 0 if plan.chosen is None else plan.chosen.layout.devices
+    figure.add_scatter(
+        x=hours, y=[*devices, devices[-1]], mode="lines", name="devices", text=[*text, text[-1]], hoverinfo="text",
+        line={"color": CHOSEN, "shape": "hv"},
+    )  # fmt: skip
+    rates = [each.requests_per_s for each in found.parts]
+    figure.add_scatter(
+        x=hours, y=[*rates, rates[-1]], mode="lines", name="requests/s", yaxis="y2", hoverinfo="skip",
+        line={"color": "#afb8c1", "shape": "hv"},
+    )  # fmt: skip
+    figure.add_hline(y=whole, line_dash="dot", annotation_text="the plan", annotation_position="bottom right")
+    figure.update_xaxes(title="hours since the first request")
+    figure.update_layout(
+        yaxis={"title": "devices", "rangemode": "tozero"},
+        yaxis2={"title": "requests/s", "overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False},
+    )
     return figure
 
 

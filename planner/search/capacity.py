@@ -1,14 +1,16 @@
-"""How much of a traffic given devices serve, and how much more a plan does."""
+"""How much of a traffic given devices serve, how much more a plan does, and how much of it quiet hours need."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from planner.hardware import RoleHardware
 from planner.search.goal import Goal
 from planner.search.headroom import LEAST_LOAD, Headroom
 from planner.search.plan import Plan, PlanSearch, SearchOptions
+from planner.search.schedule import Schedule, check_parts, is_smaller, least_of, slots_of
 from planner.search.trials import SearchProgress
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
@@ -49,6 +51,35 @@ def with_headroom(
             "the plan", lambda load: search.is_met_by(layout, load), search.span_s, ttft_s, growth
         )
     return replace(plan, headroom=found)
+
+
+def with_schedule(
+    plan: Plan,
+    trace: TrafficTrace,
+    hardware: RoleHardware,
+    options: SearchOptions,
+    parts: int,
+    progress: SearchProgress = lambda what, done, total: None,
+) -> Plan:
+    """With the cheapest sizes of the chosen layout's pools for each of `parts` equal parts of the traffic's time.
+    Raises ConfigError as `check_parts` does."""
+    check_parts(parts, trace)
+    if plan.chosen is None:
+        return plan
+    whole, goal = plan.chosen.layout, replace(plan.goal, max_devices=plan.chosen.layout.devices)
+    found = []
+    for number, slot in enumerate(slots_of(trace.at_rate(plan.load), parts)):
+        progress("parts of the schedule", number, parts)
+        if slot.traffic is None:
+            found.append(slot.with_plan(least_of(whole), None, meets=True))
+            continue
+        family = partial(is_smaller, plan=whole)
+        with PlanSearch(slot.traffic, hardware, goal, options, lambda what, done, total: None, family) as search:
+            best = search.cheapest()
+        layout, joint = (whole, None) if best is None else (best.layout, best.joint)
+        found.append(slot.with_plan(layout, joint, meets=best is not None))
+    progress("parts of the schedule", parts, parts)
+    return replace(plan, schedule=Schedule.of(found, whole, plan.machines))
 
 
 def ttft_of(goal: Goal, option: str) -> float:

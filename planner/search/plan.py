@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from planner.search.headroom import Headroom
 from planner.search.layout import ClusterLayout, layouts
 from planner.search.machines import Deployed, MachineKinds
 from planner.search.race import Race, Run, rank
+from planner.search.schedule import Schedule
 from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import busiest, with_note_if_short
 from planner.search.trials import Resampled, SearchProgress, Trials, Variant
@@ -43,7 +44,7 @@ class Plan:
     first. `resampled`: the chosen layout, and before it the best of the next cheaper price; without one,
     those that meet the goal with the recorded traffic, but with too few others. `same_price`: a finalist that meets the
     goal better and costs the same on whole machines. `load`: the factor on the rate of the given traffic. `headroom`,
-    `grid`: only if they were asked for; the grid has layouts around the chosen one."""
+    `schedule`, `grid`: only if they were asked for; the grid has layouts around the chosen one."""
 
     goal: Goal
     model: str
@@ -63,6 +64,7 @@ class Plan:
     verdict: str
     same_price: Evaluation | None
     headroom: Headroom | None = None
+    schedule: Schedule | None = None
     grid: tuple[Evaluation, ...] = ()
 
     def meets(self, found: Evaluation) -> bool:
@@ -144,14 +146,21 @@ class PlanSearch:
     """A context manager that owns the simulations of one traffic on one hardware."""
 
     def __init__(
-        self, trace: TrafficTrace, hardware: RoleHardware, goal: Goal, options: SearchOptions, progress: SearchProgress
+        self,
+        trace: TrafficTrace,
+        hardware: RoleHardware,
+        goal: Goal,
+        options: SearchOptions,
+        progress: SearchProgress,
+        among: Callable[[ClusterLayout], bool] = lambda layout: True,
     ) -> None:
-        """Raises ConfigError when the model does not fit on the devices, InputError when the trace has no rate."""
+        """`among`: the layouts to look at. Raises ConfigError when the model does not fit on the devices, InputError
+        when the trace has no rate."""
         goal.slo.check_classes(trace)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
         self._machines = MachineKinds.of(hardware, are_whole=goal.whole_machines)
-        self._everything = _layouts(hardware, goal)
+        self._everything = list(filter(among, _layouts(hardware, goal)))
         evaluator = Evaluator(
             self._trace, hardware, goal.slo, goal.max_running_requests, longest_step_s=goal.longest_step_s
         )
@@ -181,6 +190,11 @@ class PlanSearch:
         """Whether this layout does."""
         race = self._race(self._analysis(load), load, self._probe(load))
         return race.best(race.judge(str(layout), [layout])) is not None
+
+    def cheapest(self) -> Evaluation | None:
+        """That meets the goal, and no more about it."""
+        race = self._race(self._analysis(1.0), 1.0, self._trials.run)
+        return race.best(race.finalists(self._analysis(1.0).possible(self._everything)))
 
     def plan(self, load: float = 1.0) -> Plan:
         """For `load` times the rate."""

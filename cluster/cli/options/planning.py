@@ -256,6 +256,10 @@ def plan(
         float | None,
         typer.Option(help="Monthly growth of the traffic, such as 0.05: shows how long the plan lasts. Default: none."),
     ] = None,
+    schedule: Annotated[
+        int | None,
+        typer.Option(help="Also the smallest pools for each of so many equal parts of the trace. Default: none."),
+    ] = None,
     price: Annotated[
         str | None,
         typer.Option(
@@ -348,6 +352,7 @@ def plan(
         max_load,
         growth,
         mix_roles,
+        schedule,
     )
     raise typer.Exit(run_plan(flags))
 

@@ -113,6 +113,19 @@ def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:
     assert f"note: load x {lasts['load']:g}\n" in shown
 
 
+def test_a_schedule_shows_the_pools_of_each_part_and_what_they_save() -> None:
+    traffic = ["synthetic", "--arrivals", "ramp:1:30:12", "--lengths", "900:20", "--requests", "160"]
+    goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "4", "--simulated", "80", "--step-tokens", "2048"]
+    refused = run("plan", *traffic, *MODEL, *goal, "--schedule", "4")
+    assert "--schedule: expected at least 50 requests in a part" in str(refused.exception)
+    asked = ["plan", *traffic, *MODEL, *goal, "--jobs", "1", "--schedule", "2"]
+    found = json.loads(run(*asked, "--json").stdout)["schedule"]
+    assert [each["requests"] for each in found["parts"]] == sorted(each["requests"] for each in found["parts"])
+    shown = run(*asked).stdout
+    assert "The plan's pools over time" in shown
+    assert f"by this schedule {found['devices']:.1f} instead of {found['fixed_devices']} devices" in shown
+
+
 def test_the_rows_of_one_model_are_simulated(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("time,model,input_tokens,output_tokens\n" + "".join(f"{at},m{at % 3},100,9\n" for at in range(30)))

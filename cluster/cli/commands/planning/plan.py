@@ -31,13 +31,14 @@ from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import RoleHardware
 from planner.pages.report import html_report
-from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom
+from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom, with_schedule
 from planner.search.choices import Choice, plan_on_each
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
-from planner.search.plan import Plan, SearchOptions, with_grid
+from planner.search.plan import Plan, SearchOptions, make_plan, with_grid
 from planner.search.roofline import RooflineChart, rooflines_of
+from planner.search.schedule import Schedule, check_parts, clock
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress
 from planner.search.values import check_values, checked_source, describe_machines, helm_values
@@ -52,7 +53,8 @@ UNSATISFIABLE = 3  # exit code
 @dataclass(frozen=True, slots=True)
 class PlanFlags:
     """`source`: the checkpoint in the values file. A path of None is not written. `max_load`: plan for the largest load
-    that the devices serve. `growth`: of the traffic, in a month. `mix_roles`: plan for pairs of devices too."""
+    that the devices serve. `growth`: of the traffic, in a month. `mix_roles`: plan for pairs of devices too.
+    `schedule`: parts of the trace to size the plan's pools for."""
 
     traffic: TrafficFlags
     hardware: HardwareFlags
@@ -68,6 +70,7 @@ class PlanFlags:
     max_load: bool = False
     growth: float | None = None
     mix_roles: bool = False
+    schedule: int | None = None
 
 
 def run_plan(flags: PlanFlags) -> int:
@@ -76,6 +79,8 @@ def run_plan(flags: PlanFlags) -> int:
     candidates = load_candidates(flags.hardware, flags.price, mix_roles=flags.mix_roles)
     _check_before_the_search(flags, candidates)
     trace = load_traffic(flags.traffic)
+    if flags.schedule is not None:
+        check_parts(flags.schedule, trace)
     choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
@@ -145,18 +150,20 @@ def _cores() -> int:
 
 def _search(trace: TrafficTrace, candidates: Sequence[RoleHardware], flags: PlanFlags) -> list[Choice]:
     """The best first."""
-    goal, means = flags.goal, SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
+    means = SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
     with _shown_progress(flags) as progress:
-        if flags.max_load:
-            return plan_on_each(
-                trace, candidates, goal, means, progress, partial(plan_largest_load, growth=flags.growth)
-            )
-        best, *others = plan_on_each(trace, candidates, goal, means, progress)
-        if flags.growth is not None and best.plan is not None:
-            best = replace(best, plan=with_headroom(best.plan, trace, best.hardware, means, flags.growth, progress))
-        if flags.report is not None and best.plan is not None:
-            best = replace(best, plan=with_grid(best.plan, trace, best.hardware, means, progress))
-        return [best, *others]
+        make = partial(plan_largest_load, growth=flags.growth) if flags.max_load else make_plan
+        best, *others = plan_on_each(trace, candidates, flags.goal, means, progress, make)
+        plan, hardware = best.plan, best.hardware
+        if plan is None:
+            return [best, *others]
+        if flags.growth is not None and not flags.max_load:
+            plan = with_headroom(plan, trace, hardware, means, flags.growth, progress)
+        if flags.schedule is not None:
+            plan = with_schedule(plan, trace, hardware, means, flags.schedule, progress)
+        if flags.report is not None and not flags.max_load:
+            plan = with_grid(plan, trace, hardware, means, progress)
+        return [replace(best, plan=plan), *others]
 
 
 @contextmanager
@@ -210,6 +217,10 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
         console.print(f"note: {machines}", style="dim")
     console.print(_variants(plan, console.width))
     console.print(_resampled(plan, console.width))
+    if plan.schedule is not None:
+        console.print(_schedule(plan, plan.schedule, console.width))
+        for line in plan.schedule.lines():
+            console.print(line)
     console.print(plan.verdict)
 
 
@@ -286,6 +297,18 @@ def _variants(plan: Plan, width: int) -> Table:
     title = "The plan under other conditions"
     left, spare = ("what if", "verdict"), ("TPOT p90", "TTFT p90")
     return fitted(width, titles, rows, left=left, spare=spare, title=title, box=BOXED)
+
+
+def _schedule(plan: Plan, found: Schedule, width: int) -> Table:
+    rows = []
+    for each in found.parts:
+        met = "–" if each.joint is None else f"{each.joint:.1%}"
+        sized = str(each.layout) if each.meets else f"{each.layout}, and does not meet the goal"
+        times = f"{clock(each.start_s)} to {clock(each.end_s)}"
+        rows.append((times, f"{each.requests_per_s:.2f}", sized, str(plan.deployed(each.layout)), met))
+    titles = ("since the first request", "requests/s", "layout", "deployed", "met")
+    left, title = ("since the first request", "layout"), "The plan's pools over time"
+    return fitted(width, titles, rows, left=left, spare=("met", "deployed"), title=title, box=BOXED)
 
 
 def _resampled(plan: Plan, width: int) -> Table:
