@@ -43,6 +43,9 @@ class WorkerRow(msgspec.Struct, frozen=True):
     blocks: Blocks = Blocks()
     prefill_tokens_per_s: float | None = None  # the router's estimate; prefill workers
     tpot_s: float | None = None  # the router's estimate at the present batch size; decode workers
+    mfu: float | None = None  # share of its devices' peak FLOP/s that the steps of the last seconds reached
+    mbu: float | None = None  # likewise of peak memory bandwidth
+    ridge: float | None = None  # FLOPs per byte at which these peaks meet
 
 
 class FlowRow(msgspec.Struct, frozen=True):

@@ -97,7 +97,8 @@ class RouterView:
 
     def _worker(self, worker: Worker) -> snapshot.WorkerRow:
         info, load = worker.link.info, worker.link.load
-        pace = worker.estimates.pace()
+        pace, meters = worker.estimates.pace(), worker.link.meters
+        now_s = time.monotonic()  # the clock of the links
         is_prefill = worker.role is Role.PREFILL
         state = "ready" if worker.link.ready else "link_lost"
         seen = snapshot.WorkerRow(
@@ -111,6 +112,9 @@ class RouterView:
             blocks=snapshot.Blocks(total=info.total_blocks),
             prefill_tokens_per_s=1 / pace.prefill_s_per_token if is_prefill else None,
             tpot_s=None if is_prefill else pace.tpot_at_s(worker.running_requests),
+            mfu=meters.mfu(now_s),
+            mbu=meters.mbu(now_s),
+            ridge=meters.ridge,
         )
         return seen if load is None else cluster_status.with_load(seen, load)
 

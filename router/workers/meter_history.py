@@ -50,6 +50,13 @@ class MeterHistory:
         peak = 0.0 if self.latest is None else self.latest.peak_memory_bytes_per_s
         return used.memory_bytes / (used.stepping_s * peak) if used is not None and peak > 0 else None
 
+    @property
+    def ridge(self) -> float | None:
+        """FLOPs per byte of memory traffic at which the device's two peaks meet; None: they are not known."""
+        if self.latest is None or not (self.latest.peak_flops_per_s > 0 and self.latest.peak_memory_bytes_per_s > 0):
+            return None
+        return self.latest.peak_flops_per_s / self.latest.peak_memory_bytes_per_s
+
     def _used(self, now_s: float) -> _Moment | None:
         self._forget(now_s)
         if not self._moments:

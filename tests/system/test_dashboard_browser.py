@@ -166,6 +166,21 @@ async def test_the_topology_shows_every_worker_and_what_flows(viewer: Viewer) ->
     await expect(page.locator('[data-tile="kv"] .value')).not_to_have_text("0B/s")
 
 
+async def test_workers_lie_under_the_roofline(viewer: Viewer) -> None:
+    points = viewer.page.locator("#roofline .roof-point")
+    await until(lambda: points.count())
+    assert re.search(
+        r"(prefill|decode)-\d: MFU [\d.]+ %, MBU [\d.]+ %, [\d.]+ FLOPs per byte", await points.first.inner_html()
+    )
+    roof = await viewer.page.locator("#roofline .roof-line").get_attribute("d")
+    left, ridge, right = [tuple(map(float, pair.split(","))) for pair in re.split("[ML]", str(roof))[1:]]
+    for point in await points.all():
+        x, y = [float(str(await point.get_attribute(name))) for name in ("cx", "cy")]
+        assert left[0] <= x <= right[0]
+        slope = left[1] + (x - left[0]) / (ridge[0] - left[0]) * (ridge[1] - left[1])
+        assert y >= max(ridge[1], slope) - 0.1, "above the roof"
+
+
 async def test_nothing_moves_for_who_asked_for_less_motion(viewer: Viewer) -> None:
     await viewer.page.emulate_media(reduced_motion="reduce")
     await asyncio.sleep(1.5)
@@ -238,6 +253,7 @@ async def test_an_empty_cluster_says_so(viewer: Viewer) -> None:
     await expect(page.locator("#banner")).to_contain_text("No worker has joined")
     await expect(page.locator("#no-requests")).to_have_text("This router has received no requests yet.")
     await expect(page.locator("#ready")).to_have_text("not ready")
+    await expect(page.locator("#roofline .empty")).to_have_text("No steps in the last seconds.")
     await expect(page.locator("[data-worker]")).to_have_count(0)
     await page.unroute_all(behavior="wait")
 

@@ -6,6 +6,7 @@ import { byId, setText } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { seconds } from "./format.js";
 import { Requests } from "./requests.js";
+import { Roofline } from "./roofline.js";
 import { Topology } from "./topology.js";
 
 const VERSION = 1;
@@ -27,6 +28,7 @@ const tiles = new Tiles(byId("tiles"));
 const latency = new LatencyCharts(byId("latency"));
 const throughput = new Throughput(byId("throughput"));
 const cache = new CacheCard(byId("cache"));
+const roofline = new Roofline(byId("roofline"));
 const requests = new Requests(pickRequest);
 
 function show(state) {
@@ -52,7 +54,7 @@ function draw() {
   const several = view.routers.length > 1 ? ` of ${view.routers.length} routers: requests, flows and latencies of this router only` : "";
   setText(byId("routers"), view.router_id + several);
   setText(byId("uptime"), `v${view.tandem} · up ${seconds(view.up_s)}`);
-  for (const part of [topology, tiles, latency, throughput, cache, requests]) part.update(view);
+  for (const part of [topology, tiles, latency, throughput, cache, roofline, requests]) part.update(view);
   drawQueues(byId("queues"), view);
   drawRatio(byId("ratio"), view);
   drawPlacements(byId("placements"), view);

@@ -52,6 +52,7 @@ export class Drawer {
       ["KV blocks", `${worker.blocks.in_use} in use, ${worker.blocks.leased} leased, ${worker.blocks.cached} cached, ${worker.blocks.free} free of ${worker.blocks.total}`],
       ...(worker.prefill_tokens_per_s ? [["Prefill pace", `${count(worker.prefill_tokens_per_s)} tokens/s`]] : []),
       ...(worker.tpot_s ? [["Time per token", seconds(worker.tpot_s)]] : []),
+      ...(worker.mfu === null ? [] : [["Of the peaks", `${share(worker.mfu)} of FLOP/s (MFU), ${share(worker.mbu)} of memory bandwidth (MBU)`]]),
     ]));
   }
 

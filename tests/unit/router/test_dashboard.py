@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from typing import Any
 
 import httpx
@@ -17,7 +18,9 @@ from router.observe.trace import MAX_TRACES
 from router.testing.stub_worker import until
 from tandem.config.router import RouterSpec
 from tandem.testing.models import FakeClock
+from tandem.v1 import worker_pb2
 from tests.unit.router.conftest import Cluster
+from worker.meters import STEP_BOUNDS_S
 
 MODEL = "tiny"
 PROMPT = "The launch code is swordfish"
@@ -50,6 +53,20 @@ async def test_a_router_without_workers_shows_that(bare: Cluster) -> None:
     assert (found.workers, found.flows, found.requests, found.events) == ([], [], [], [])
     assert found.latency[0].ttft.p50 is None
     assert found.cache.redis == "none"
+
+
+async def test_a_worker_shows_what_its_steps_reach_of_its_peaks(bare: Cluster) -> None:
+    bare.decode.meters = worker_pb2.WorkerMeters(peak_flops_per_s=4e12, peak_memory_bytes_per_s=2e12)
+    await bare.list_workers(bare.decode)
+    [worker] = (await look(bare)).workers
+    assert (worker.mfu, worker.mbu, worker.ridge) == (None, None, 2.0)  # no steps yet
+    link = next(iter(bare.app.service.dispatcher.fleet.workers())).link
+    step = worker_pb2.StepMeter(kind="decode", counts=[0] * (len(STEP_BOUNDS_S) + 1), total_s=1.0)
+    bare.decode.meters.flops, bare.decode.meters.memory_bytes = 1e12, 1e12
+    bare.decode.meters.steps.append(step)
+    link.meters.take(bare.decode.meters, time.monotonic())
+    [worker] = (await look(bare)).workers
+    assert (worker.mfu, worker.mbu, worker.ridge) == (0.25, 0.5, 2.0)
 
 
 async def test_requests_show_in_every_part(cluster: Cluster) -> None:

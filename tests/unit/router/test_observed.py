@@ -177,8 +177,9 @@ def test_what_counts_as_goodput(
 
 def test_mfu_and_mbu_are_shares_of_the_latest_steps() -> None:
     history = MeterHistory()
-    assert history.mfu(0.0) is None
+    assert history.mfu(0.0) is history.ridge is None
     history.take(meters(flops=0, stepping_s=0), 0.0)
+    assert history.ridge == pytest.approx(0.05)
     assert history.mfu(1.0) is None  # nothing was done
     history.take(meters(flops=50, stepping_s=1.0), 2.0)
     assert history.mfu(2.0) == pytest.approx(0.5)
