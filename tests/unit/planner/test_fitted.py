@@ -11,6 +11,7 @@ from planner.cost import ConstrainedCostModel, CostModel, PrefillWork, RooflineC
 from planner.devices import find_device, shipped_devices
 from planner.fitted import (
     DecodePoint,
+    Measurements,
     MixedPoint,
     PrefillPoint,
     fit,
@@ -99,7 +100,7 @@ def test_a_step_of_both_kinds_pays_its_overhead_once() -> None:
 
 def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
     prefills, decodes = measured()
-    write_measured(tmp_path / "cost.json", {2: (prefills, decodes, LINK)}, {"device": "test"})
+    write_measured(tmp_path / "cost.json", {2: Measurements(prefills, decodes, LINK)}, {"device": "test"})
     (model,) = read_measured(tmp_path / "cost.json").values()
     assert model.prefill_s(300, 100) == pytest.approx(prefill_s(300, 100))
 
@@ -111,7 +112,7 @@ def bent_s(batch: int, context: int) -> float:
 
 def test_a_measured_profile_is_followed_where_batches_bend_it(tmp_path: Path) -> None:
     decodes = [DecodePoint(b, b * c, bent_s(b, b * c)) for b in (1, 2, 8, 32, 64) for c in (32, 128)]
-    write_measured(tmp_path / "cost.json", {1: (measured()[0], decodes, LINK)}, {})
+    write_measured(tmp_path / "cost.json", {1: Measurements(measured()[0], decodes, LINK)}, {})
     (model,) = read_measured(tmp_path / "cost.json").values()
     for batch in (1, 4, 8, 20, 48, 100):
         assert model.decode_step_s(batch, 60 * batch) == pytest.approx(bent_s(batch, 60 * batch))

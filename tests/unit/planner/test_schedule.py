@@ -37,7 +37,7 @@ def hardware() -> Hardware:
 def traffic() -> TrafficTrace:
     """A busy third, a quiet one in which a single request comes, and one between."""
     drawn = synthetic_trace(500, Gamma(1.0), LengthSpec(1200, 0.8, 8000), LengthSpec(60, 0.5, 300), seed=2)
-    busy, some = np.linspace(0.0, 10.0, 380), np.linspace(20.5, 30.0, 119)
+    busy, some = np.linspace(0.0, 9.9, 380), np.linspace(20.5, 30.0, 119)
     return drawn.rows(np.arange(500), np.concatenate([busy, [15.0], some]))
 
 
