@@ -115,7 +115,7 @@ def slots_of(trace: TrafficTrace, count: int) -> Iterator[Slot]:
 
 def clock(seconds: float) -> str:
     """`26:05` hours and minutes, or `0:00:12.5` of parts shorter than a minute."""
-    minutes, rest = divmod(seconds, 60)
+    minutes, rest = divmod(round(seconds, 1), 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}:{minutes:02d}" if not rest else f"{hours}:{minutes:02d}:{rest:04.1f}"
 

@@ -117,6 +117,8 @@ def test_sizes_change_live_and_widths_do_not() -> None:
     assert is_smaller(least_of(together), together)
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.0, "0:00"), (93_900.0, "26:05"), (12.5, "0:00:12.5")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0:00"), (93_900.0, "26:05"), (12.5, "0:00:12.5"), (3600.0000001, "1:00")]
+)
 def test_times_are_read_as_on_a_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
