@@ -14,10 +14,12 @@ for the bytes of weights that these and its drafts read.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -81,7 +83,7 @@ QUESTIONS = (
 )
 CHATS = tuple(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for each in QUESTIONS)
 SAMPLED = 0.7  # temperature
-
+KV_BLOCKS = 768  # what 32 requests of the longest prompt and answer take
 
 HEADS, BRANCHES, EXIT_LAYER, VOCABULARY = 4, 4, 6, 4096
 
@@ -125,6 +127,18 @@ class Asked:
     tokens: int
 
 
+@contextmanager
+def rank_with(model_dir: Path, **settings: object) -> Iterator[Rank]:
+    gc.collect()  # frees the pools of closed ones
+    options: dict[str, object] = {"kv_blocks": KV_BLOCKS, "threads_per_rank": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        rank = single_rank(model_dir, Path(folder) / "rendezvous", None, None, **options | settings)
+        try:
+            yield rank
+        finally:
+            rank.close()
+
+
 def answers(rank: Rank, tokenizer: Tokenizer, asked: list[Asked], *, together: bool) -> tuple[float, list[list[int]]]:
     """Seconds after the first tokens, and the tokens: of all in one batch, or one after the other."""
     if not together:
@@ -147,14 +161,7 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     copies = [Asked(prompt, 0.0, sizes.copied) for prompt in COPIES]
     chats = [Asked(prompt, SAMPLED * (number % 2), sizes.written) for number, prompt in enumerate(CHATS)]
     many = [chats[number % len(chats)] for number in range(sizes.batch)]
-    with tempfile.TemporaryDirectory() as folder:
-
-        def rank(name: str, speculation: str) -> Rank:
-            return single_rank(
-                model_dir, Path(folder) / name, kv_blocks=2000, threads_per_rank=2, speculation=speculation
-            )
-
-        plain, ours = rank("plain", "none"), rank("ours", "lookup")
+    with rank_with(model_dir) as plain, rank_with(model_dir, speculation="lookup") as ours:
         for name, asked, together in (("copy_b1", copies, False), ("chat_b1", chats, False), ("chat_b32", many, True)):
             turns = [
                 [answers(each, tokenizer, asked, together=together)[0] for each in (plain, ours)]
@@ -175,11 +182,7 @@ def measure_batches(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     copies = [Asked(prompt, 0.0, sizes.together) for prompt in COPIES]
     chats = [Asked(prompt, SAMPLED * (number % 2), sizes.together) for number, prompt in enumerate(CHATS)]
     mixed = [each for pair in zip(copies * 4, chats, strict=True) for each in pair]
-    with tempfile.TemporaryDirectory() as folder:
-        plain, ours = (
-            single_rank(model_dir, Path(folder) / each, kv_blocks=2000, threads_per_rank=2, speculation=each)
-            for each in ("none", "auto")
-        )
+    with rank_with(model_dir) as plain, rank_with(model_dir, speculation="auto") as ours:
         for name, asked in {"copy": copies, "mixed": mixed, "chat": chats}.items():
             for batch in sizes.batches if name != "mixed" else sizes.batches[1:]:
                 many = asked if batch == 1 else list(islice(cycle(asked), batch))
@@ -266,13 +269,10 @@ def measure_proposers(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     """Speed on chat over that without, one request at a time, medians of turns."""
     tokenizer, config = Tokenizer.load(model_dir), ModelConfig.load(model_dir)
     chats = [Asked(prompt, SAMPLED * (number % 2), sizes.written) for number, prompt in enumerate(CHATS)]
-    options = {"kv_blocks": 1000, "threads_per_rank": 2}
     for name, settings in speculating(model_dir, sizes).items():
         if name == "lookup":
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            plain = single_rank(model_dir, Path(folder) / "plain", None, None, **options)
-            ours = single_rank(model_dir, Path(folder) / "ours", None, None, **options, **settings)
+        with rank_with(model_dir) as plain, rank_with(model_dir, **settings) as ours:
             counted = Counted(ours)
             counted.watch()
             turns = [
@@ -296,18 +296,15 @@ def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     temperatures = (0.0, SAMPLED, 0.4, 1.0)[: max(2, sizes.batch // 8)]
     asked = [Asked(prompt, each, sizes.compared) for prompt in (*COPIES, *CHATS) for each in temperatures]
     equal = total = 0
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"kv_blocks": 1500, "threads_per_rank": 2, "batch_invariant": True}
-        plain = single_rank(model_dir, Path(folder) / "none", None, None, **options)
-        batches = [
-            asked[at : at + batch]
-            for batch in sorted({1, min(8, sizes.batch), sizes.batch})
-            for at in range(0, len(asked), batch)
-        ]
+    batches = [
+        asked[at : at + batch]
+        for batch in sorted({1, min(8, sizes.batch), sizes.batch})
+        for at in range(0, len(asked), batch)
+    ]
+    with rank_with(model_dir, batch_invariant=True) as plain:
         expected = [answers(plain, tokenizer, some, together=True)[1] for some in batches]
-        for name, settings in speculating(model_dir, sizes).items():
-            settings = settings | {"speculation_adaptive": False}
-            ours = single_rank(model_dir, Path(folder) / name, None, None, **options, **settings)
+    for settings in speculating(model_dir, sizes).values():
+        with rank_with(model_dir, batch_invariant=True, speculation_adaptive=False, **settings) as ours:
             for some, without in zip(batches, expected, strict=True):
                 with_it = answers(ours, tokenizer, some, together=True)[1]
                 equal += sum(one == other for one, other in zip(without, with_it, strict=True))
