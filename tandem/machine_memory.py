@@ -25,22 +25,22 @@ def _left_by_cgroups(cgroups: Path, own: Path) -> Iterator[int]:
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")
         if controllers == "":
-            yield from _left(cgroups, path, "memory.max", "memory.current", "inactive_file")
+            yield from _left(cgroups, path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            yield from _left(
-                cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            )
+            yield from _left(cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """What the group and its ancestors leave. In a container the path may name groups that are not visible."""
+def _left(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
+    """What the group and its ancestors leave. In a container the path may name groups that are not visible. `prefix`:
+    of the statistics that count the groups below too."""
     group = root / path.strip("/")
     for folder in (group, *group.parents):
         try:
             allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # The kernel reclaims the page cache before it refuses memory.
-            yield max(0, allowed - used + int(statistics.get(reclaimable, 0)))
+            # The kernel reclaims the page cache, also what was read twice, before it refuses memory.
+            cached = sum(int(statistics.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+            yield max(0, allowed - used + cached)
         except (OSError, ValueError):
             pass  # no such group, or no limit ("max")
         if folder == root:

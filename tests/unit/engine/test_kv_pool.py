@@ -65,18 +65,18 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_numbers() -> None:
         pool_layout(EngineSpec(kv_memory_bytes=1 << 20), large, available=1 << 40, automatic=0)
 
 
-def write_group(folder: Path, limit_file: str, usage_file: str, limit: str, usage: int, inactive: str) -> None:
+def write_group(folder: Path, limit_file: str, usage_file: str, limit: str, usage: int, prefix: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / limit_file).write_text(limit)
     (folder / usage_file).write_text(str(usage))
-    (folder / "memory.stat").write_text(f"anon 5\n{inactive} 100\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{prefix}inactive_file 60\n{prefix}active_file 40\n")
 
 
 def test_the_tightest_control_group_above_this_process_counts(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/pod/app\n")
-    write_group(tmp_path / "pod", "memory.max", "memory.current", "5000", 1000, "inactive_file")
-    write_group(tmp_path / "pod/app", "memory.max", "memory.current", "max", 1000, "inactive_file")
+    write_group(tmp_path / "pod", "memory.max", "memory.current", "5000", 1000)
+    write_group(tmp_path / "pod/app", "memory.max", "memory.current", "max", 1000)
     assert available_bytes(tmp_path, own) == 4100
 
 
@@ -84,7 +84,9 @@ def test_the_older_control_groups_count_too_also_seen_from_inside_a_container(tm
     own = tmp_path / "own"
     own.write_text("3:cpu:/x\n4:memory:/docker/unseen\n")
     folder = tmp_path / "memory"
-    write_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "900", 1000, "total_inactive_file")
+    write_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "1500", 1000, "total_")
+    assert available_bytes(tmp_path, own) == 600
+    (folder / "memory.limit_in_bytes").write_text("800")
     assert available_bytes(tmp_path, own) == 0
 
 
