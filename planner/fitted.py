@@ -136,6 +136,10 @@ def fit(
             f"{source}: expected at least 3 prefill and 3 decode measurements, got {len(prefills)} and {len(decodes)}",
             field="--cost",
         )
+    for kind, points in (("prefill", prefills), ("decode", decodes), ("mixed", mixed)):
+        for point in points:
+            if not 0 < point.seconds < np.inf:
+                raise ConfigError(f"{source}: {kind}: expected seconds above 0, got {point.seconds}", field="--cost")
     tokens = [p.sequences * p.tokens for p in prefills]
     pairs = [p.sequences * p.tokens * (p.tokens + 2 * p.context) for p in prefills]
     batches, contexts = [d.batch for d in decodes], [d.context_tokens for d in decodes]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from cluster.cli.commands.planning.host_costs import cpu_clock
 from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
 from cluster.cli.commands.planning.profile import run_profile
 from cluster.cli.main import app
-from cluster.profiling.profiler import Grid
+from cluster.profiling.profiler import BESIDE_CHUNKS, Grid, open_profiler
 from planner.fitted import read_host, read_mask_s_per_row, read_measured
+from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 
@@ -80,3 +85,22 @@ def test_a_host_without_memory_for_neighbours_keeps_what_was_measured(
     assert read_measured(cost)
     with pytest.raises(ConfigError, match="found none"):
         read_host(cost)
+
+
+def test_steps_that_a_short_context_has_no_room_for_are_left_out(model: Path) -> None:
+    spec = EngineSpec(max_model_tokens=200, kv_blocks=512, threads_per_rank=1)
+    with open_profiler(model, spec, Grid((64, 512), (8,), (16,))) as profiler:
+        assert {point.tokens for point in profiler.mixed(lambda _: None)} == {
+            each for each in BESIDE_CHUNKS if each < 199
+        }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' clocks of processes")
+def test_cpu_time_includes_threads_that_ended() -> None:
+    code = "import threading, time; t = threading.Thread(target=sum, args=(range(10**7),)); t.start(); t.join()"
+    command = [sys.executable, "-c", f"{code}; own = time.process_time(); print(own, flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        own_s = float(process.stdout.readline())
+        assert own_s <= time.clock_gettime(cpu_clock(process.pid)) < own_s + 0.5
+        process.communicate("\n")

@@ -67,6 +67,15 @@ def test_decoding_beside_prompts_adds_what_was_measured_and_no_step_is_shorter_t
     assert free.step_s([PrefillWork(16, 0)], 512, 1 << 20) == free.decode_step_s(512, 1 << 20)
 
 
+def test_times_that_nothing_takes_are_refused() -> None:
+    prefills, decodes = measured()
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="test: mixed: expected seconds above 0"):
+            fit(prefills, decodes, LINK, "test", mixed=[MixedPoint(16, 2, 128, wrong)])
+        with pytest.raises(ConfigError, match="test: prefill: expected seconds above 0"):
+            fit([prefills[0]._replace(seconds=wrong), *prefills], decodes, LINK, "test")
+
+
 def test_noise_shows_in_the_error() -> None:
     prefills, decodes = measured()
     noisy = [each._replace(seconds=each.seconds * (1.2 if at % 2 else 0.8)) for at, each in enumerate(prefills)]
