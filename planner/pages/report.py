@@ -21,6 +21,7 @@ from tandem.text.words import plural
 from tandem.version import tandem_version
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
+_MISSED = "<br>the goal is missed"
 _LEGEND = (
     "3xTP2 : 1xTP4 @2048: three prefill workers of two devices, one decode worker of four, 2,048 tokens in a step",
     "goodput: requests per second within both objectives; busy: the share of time in which devices run steps",
@@ -205,12 +206,15 @@ def _variants(plan: Plan) -> go.Figure:
 
 
 def _schedule(plan: Plan, found: Schedule) -> go.Figure:
-    """Devices in use as steps, and the rate of requests on an axis of its own."""
+    """Devices of whole machines as steps, and the rate of requests on an axis of its own."""
     figure, hours = go.Figure(), [each.start_s / 3600 for each in found.parts]
     hours.append(found.parts[-1].end_s / 3600)
-    devices = [each.layout.devices for each in found.parts]
-    text = [f"{each.layout}<br>{each.requests_per_s:.2f} requests/s" for each in found.parts]
-    whole = 0 if plan.chosen is None else plan.chosen.layout.devices
+    deployed = [plan.deployed(each.layout) for each in found.parts]
+    devices = [each.devices for each in deployed]
+    text = [
+        f"{each.layout}<br>deployed: {on}<br>{each.requests_per_s:.2f} requests/s{'' if each.meets else _MISSED}"
+        for each, on in zip(found.parts, deployed, strict=True)
+    ]
     figure.add_scatter(
         x=hours, y=[*devices, devices[-1]], mode="lines", name="devices", text=[*text, text[-1]], hoverinfo="text",
         line={"color": CHOSEN, "shape": "hv"},
@@ -220,7 +224,14 @@ def _schedule(plan: Plan, found: Schedule) -> go.Figure:
         x=hours, y=[*rates, rates[-1]], mode="lines", name="requests/s", yaxis="y2", hoverinfo="skip",
         line={"color": "#afb8c1", "shape": "hv"},
     )  # fmt: skip
-    figure.add_hline(y=whole, line_dash="dot", annotation_text="the plan", annotation_position="bottom right")
+    if missed := [at for at, each in enumerate(found.parts) if not each.meets]:
+        figure.add_scatter(
+            x=[hours[at] for at in missed], y=[devices[at] for at in missed], mode="markers", name=_MISSED[4:],
+            hoverinfo="skip", marker={"color": "#cf222e", "symbol": "x", "size": 9},
+        )  # fmt: skip
+    figure.add_hline(
+        y=found.fixed_devices, line_dash="dot", annotation_text="the plan", annotation_position="bottom right"
+    )
     figure.update_xaxes(title="hours since the first request")
     figure.update_layout(
         yaxis={"title": "devices", "rangemode": "tozero"},

@@ -9,8 +9,11 @@ from functools import partial
 from planner.hardware import RoleHardware
 from planner.search.goal import Goal
 from planner.search.headroom import LEAST_LOAD, Headroom
+from planner.search.layout import ClusterLayout
+from planner.search.machines import MachineKinds
 from planner.search.plan import Plan, PlanSearch, SearchOptions
 from planner.search.schedule import Schedule, check_parts, is_smaller, least_of, slots_of
+from planner.search.traffic import busiest
 from planner.search.trials import SearchProgress
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
@@ -60,26 +63,34 @@ def with_schedule(
     options: SearchOptions,
     parts: int,
     progress: SearchProgress = lambda what, done, total: None,
+    load: float = 1.0,
 ) -> Plan:
     """With the cheapest sizes of the chosen layout's pools for each of `parts` equal parts of the traffic's time.
-    Raises ConfigError as `check_parts` does."""
-    check_parts(parts, trace)
+    `load`: the factor by which `trace` is faster than it was recorded. Raises ConfigError as `check_parts` does."""
+    trace, load = trace.at_rate(plan.load), load * plan.load
+    check_parts(parts, trace, plan.goal.slo.tpot_s)
     if plan.chosen is None:
         return plan
     whole, goal = plan.chosen.layout, replace(plan.goal, max_devices=plan.chosen.layout.devices)
+    family = partial(may_replace, plan=whole, machines=plan.machines)
     found = []
-    for number, slot in enumerate(slots_of(trace.at_rate(plan.load), parts)):
+    for number, slot in enumerate(slots_of(trace, parts)):
         progress("parts of the schedule", number, parts)
         if slot.traffic is None:
-            found.append(slot.with_plan(least_of(whole), None, meets=True))
-            continue
-        family = partial(is_smaller, plan=whole)
-        with PlanSearch(slot.traffic, hardware, goal, options, lambda what, done, total: None, family) as search:
-            best = search.cheapest()
-        layout, joint = (whole, None) if best is None else (best.layout, best.joint)
-        found.append(slot.with_plan(layout, joint, meets=best is not None))
+            found.append(slot.with_plan(least_of(whole), None, load, meets=True))
+        elif not busiest(slot.traffic, options.requests).span_s:
+            found.append(slot.with_plan(whole, None, load, meets=True))
+        else:
+            with PlanSearch(slot.traffic, hardware, goal, options, lambda what, done, total: None, family) as search:
+                best, meets = search.cheapest(whole)
+            found.append(slot.with_plan(best.layout, best.joint, load, meets=meets))
     progress("parts of the schedule", parts, parts)
     return replace(plan, schedule=Schedule.of(found, whole, plan.machines))
+
+
+def may_replace(layout: ClusterLayout, plan: ClusterLayout, machines: MachineKinds) -> bool:
+    """Whether `plan` may become it for a part of its time: with fewer workers, on machines that cost no more."""
+    return is_smaller(layout, plan) and machines.deployed_price(layout) <= machines.deployed_price(plan)
 
 
 def ttft_of(goal: Goal, option: str) -> float:

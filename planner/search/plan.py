@@ -11,7 +11,7 @@ from typing import Any
 from planner.hardware import Hardware, RoleHardware
 from planner.search.analytic import Analysis
 from planner.search.costs import Cost, better_at_the_price, costs_of
-from planner.search.evaluate import Evaluation, Evaluator
+from planner.search.evaluate import Evaluation, Evaluator, Job
 from planner.search.goal import Goal
 from planner.search.headroom import Headroom
 from planner.search.layout import ClusterLayout, layouts
@@ -115,6 +115,9 @@ class Plan:
         for each, fields in (*shown, *zip(self.finalists, found["finalists"], strict=True)):
             if each is not None:
                 fields["deployed"] = self.deployed(each.layout).to_json()
+        if self.schedule is not None:
+            for part, fields in zip(self.schedule.parts, found["schedule"]["parts"], strict=True):
+                fields["deployed"] = self.deployed(part.layout).to_json()
         return found
 
 
@@ -191,10 +194,17 @@ class PlanSearch:
         race = self._race(self._analysis(load), load, self._probe(load))
         return race.best(race.judge(str(layout), [layout])) is not None
 
-    def cheapest(self) -> Evaluation | None:
-        """That meets the goal, and no more about it."""
-        race = self._race(self._analysis(1.0), 1.0, self._trials.run)
-        return race.best(race.finalists(self._analysis(1.0).possible(self._everything)))
+    def cheapest(self, plan: ClusterLayout) -> tuple[Evaluation, bool]:
+        """The cheapest layout that meets the goal, and True; else the cheapest with which as many requests meet their
+        objectives as with `plan`, and False."""
+        analysis = self._analysis(1.0)
+        race = self._race(analysis, 1.0, self._trials.run)
+        if (best := race.best(race.finalists(analysis.possible(self._everything)))) is not None:
+            return best, True
+        (whole,) = self._trials.run("the plan", [Job(plan, len(self._trace))])
+        by_price = sorted(self._everything, key=lambda layout: (self._machines.price(layout), layout))
+        tried = (self._trials.run("smaller ones", [Job(each, len(self._trace))])[0] for each in by_price)
+        return next((each for each in tried if each.joint >= whole.joint), whole), False
 
     def plan(self, load: float = 1.0) -> Plan:
         """For `load` times the rate."""

@@ -9,8 +9,10 @@ import numpy as np
 
 from planner.search.layout import ClusterLayout
 from planner.search.machines import MachineKinds
+from planner.search.traffic import least_span_s
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
+from tandem.text.words import plural
 
 LEAST_REQUESTS = 50  # of a part, on average: fewer say little about a percentile
 MOST_PARTS = 288  # five minutes of a day each
@@ -18,19 +20,17 @@ MOST_PARTS = 288  # five minutes of a day each
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`start_s`, `end_s`: since the first request. `joint`: the share of requests within their objectives; None: too
-    few came to tell. `meets` False: nothing smaller than the plan meets the goal, nor does the plan in this part."""
+    """`start_s`, `end_s`: since the first request, as recorded; `requests_per_s`: as planned for. `joint`: the share of
+    requests within their objectives; None: not simulated, because one request or none came, or all at one time.
+    `meets` False: neither the plan nor anything smaller meets the goal in this part."""
 
     start_s: float
     end_s: float
     requests: int
+    requests_per_s: float
     layout: ClusterLayout
     joint: float | None
     meets: bool
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.requests / (self.end_s - self.start_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Schedule:
         priced = f", ${self.per_hour:.2f} instead of ${self.fixed_per_hour:.2f} per hour" if self.fixed_per_hour else ""
         yield (
             f"by this schedule {self.devices:.1f} instead of {self.fixed_devices} devices on average, {saved:.0%} "
-            f"less{priced}; {self.changes} changes"
+            f"less{priced}; {plural(self.changes, 'change')}"
         )
         if missed := sum(not each.meets for each in self.parts):
             yield f"in {missed} of {len(self.parts)} parts the plan itself does not meet the goal"
@@ -93,15 +93,17 @@ def is_smaller(layout: ClusterLayout, plan: ClusterLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An equal part of a trace's time. `traffic` None: requests come at fewer than two times, so it has no rate."""
+    """An equal part of a trace's time. `traffic` None: one request or none comes."""
 
     start_s: float
     end_s: float
     requests: int
     traffic: TrafficTrace | None
 
-    def with_plan(self, layout: ClusterLayout, joint: float | None, *, meets: bool) -> Part:
-        return Part(self.start_s, self.end_s, self.requests, layout, joint, meets)
+    def with_plan(self, layout: ClusterLayout, joint: float | None, load: float, *, meets: bool) -> Part:
+        """`load`: the factor by which the trace is faster than it was recorded."""
+        rate = self.requests / (self.end_s - self.start_s)
+        return Part(load * self.start_s, load * self.end_s, self.requests, rate, layout, joint, meets)
 
 
 def slots_of(trace: TrafficTrace, count: int) -> Iterator[Slot]:
@@ -109,8 +111,7 @@ def slots_of(trace: TrafficTrace, count: int) -> Iterator[Slot]:
     ends = np.append(edges[1:-1], np.inf)  # the last request belongs to the last part
     for start_s, end_s, until_s in zip(edges[:-1].tolist(), edges[1:].tolist(), ends.tolist(), strict=True):
         arrivals = trace.arrival_s[(trace.arrival_s >= start_s) & (trace.arrival_s < until_s)]
-        is_rated = len(np.unique(arrivals)) > 1
-        yield Slot(start_s, end_s, len(arrivals), trace.between(start_s, until_s) if is_rated else None)
+        yield Slot(start_s, end_s, len(arrivals), trace.between(start_s, until_s) if len(arrivals) > 1 else None)
 
 
 def clock(seconds: float) -> str:
@@ -120,13 +121,25 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}" if not rest else f"{hours}:{minutes:02d}:{rest:04.1f}"
 
 
-def check_parts(count: int, trace: TrafficTrace) -> None:
+def check_count(count: int) -> None:
     """Raises ConfigError."""
     if not 2 <= count <= MOST_PARTS:
         raise ConfigError(f"--schedule: expected from 2 to {MOST_PARTS} parts, got {count}", field="--schedule")
+
+
+def check_parts(count: int, trace: TrafficTrace, tpot_s: float | None) -> None:
+    """Raises ConfigError, also for parts that end before answers make room for others."""
+    check_count(count)
     if len(trace) < LEAST_REQUESTS * count:
         raise ConfigError(
             f"--schedule: expected at least {LEAST_REQUESTS} requests in a part on average, got {len(trace)} in "
             f"{count} parts: ask for fewer, or use a longer trace",
+            field="--schedule",
+        )
+    least_s = 0.0 if tpot_s is None else least_span_s(trace, tpot_s)
+    if trace.span_s < count * least_s:
+        raise ConfigError(
+            f"--schedule: expected parts of at least {least_s:.3g} s, two answers of mean length at --tpot, got "
+            f"{trace.span_s / count:.3g} s: in shorter ones fewer requests run at a time; ask for fewer parts",
             field="--schedule",
         )

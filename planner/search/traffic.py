@@ -30,10 +30,15 @@ def busiest(trace: TrafficTrace, requests: int) -> TrafficTrace:
     return replace(part, notes=(*trace.notes, note))
 
 
+def least_span_s(trace: TrafficTrace, tpot_s: float) -> float:
+    """Of a part that is long enough for answers of the trace's mean length."""
+    return _ANSWERS * float(trace.output_tokens.mean()) * tpot_s
+
+
 def with_note_if_short(part: TrafficTrace, of: int, tpot_s: float) -> TrafficTrace:
     """`of`: requests of the whole trace. The note: answers take too long for so short a part."""
-    answer_s = float(part.output_tokens.mean()) * tpot_s
-    lacking = _ANSWERS * answer_s / part.span_s
+    least_s = least_span_s(part, tpot_s)
+    answer_s, lacking = least_s / _ANSWERS, least_s / part.span_s
     if lacking <= 1.0:
         return part
     remedy = f"raise --simulated to {math.ceil(lacking * len(part))}" if len(part) < of else "use a longer trace"

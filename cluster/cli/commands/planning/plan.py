@@ -38,7 +38,7 @@ from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
 from planner.search.plan import Plan, SearchOptions, make_plan, with_grid
 from planner.search.roofline import RooflineChart, rooflines_of
-from planner.search.schedule import Schedule, check_parts, clock
+from planner.search.schedule import Schedule, check_count, check_parts, clock
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress
 from planner.search.values import check_values, checked_source, describe_machines, helm_values
@@ -80,7 +80,7 @@ def run_plan(flags: PlanFlags) -> int:
     _check_before_the_search(flags, candidates)
     trace = load_traffic(flags.traffic)
     if flags.schedule is not None:
-        check_parts(flags.schedule, trace)
+        check_parts(flags.schedule, trace, flags.goal.slo.tpot_s)
     choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
@@ -134,6 +134,8 @@ def _check_before_the_search(flags: PlanFlags, candidates: Sequence[RoleHardware
             check_values(hardware)
     if flags.growth is not None:
         check_growth(flags.growth, flags.goal)
+    if flags.schedule is not None:
+        check_count(flags.schedule)
     if flags.max_load:
         ttft_of(flags.goal, "--max-load")
         if len(candidates) > 1 and not flags.mix_roles:
@@ -160,7 +162,7 @@ def _search(trace: TrafficTrace, candidates: Sequence[RoleHardware], flags: Plan
         if flags.growth is not None and not flags.max_load:
             plan = with_headroom(plan, trace, hardware, means, flags.growth, progress)
         if flags.schedule is not None:
-            plan = with_schedule(plan, trace, hardware, means, flags.schedule, progress)
+            plan = with_schedule(plan, trace, hardware, means, flags.schedule, progress, flags.traffic.load)
         if flags.report is not None and not flags.max_load:
             plan = with_grid(plan, trace, hardware, means, progress)
         return [replace(best, plan=plan), *others]
