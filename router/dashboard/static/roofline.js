@@ -1,6 +1,6 @@
 // Workers under the roofline of their devices, both axes logarithmic. The ridge is at 1, whatever the device.
 
-import { h, s, setText } from "./dom.js";
+import { h, keyed, s, setText } from "./dom.js";
 import { count, share, workerName } from "./format.js";
 
 const WIDTH = 320, HEIGHT = 168, LEFT = 40, RIGHT = 10, TOP = 12, BOTTOM = 30;
@@ -9,6 +9,9 @@ const TICKS = [0.001, 0.01, 0.1, 1, 10, 100];
 export class Roofline {
   constructor(holder) {
     this.svg = s("svg", { class: "chart roof", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+    this.frame = s("g", {});
+    this.points = s("g", {});
+    this.svg.append(this.frame, this.points);
     this.none = h("p", { class: "empty" }, "No steps in the last seconds.");
     holder.append(this.svg, this.none);
   }
@@ -16,7 +19,6 @@ export class Roofline {
   update(view) {
     const points = view.workers.filter((worker) => worker.mfu > 0 && worker.mbu > 0).map(pointOf);
     this.none.hidden = points.length > 0;
-    setText(this.none, "No steps in the last seconds.");
     const least = Math.min(0.1, ...points.map((point) => Math.min(point.x, point.y)));
     const from = 10 ** Math.floor(Math.log10(least)), to = Math.max(10, 10 ** Math.ceil(Math.log10(Math.max(1, ...points.map((point) => point.x)))));
     const scale = (value, low, high, start, end) => start + (Math.log(value / low) / Math.log(high / low)) * (end - start);
@@ -29,8 +31,12 @@ export class Roofline {
     }
     parts.push(s("text", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "FLOPs per byte, over those at the ridge"));
     parts.push(s("path", { class: "roof-line", d: `M${x(from)},${y(from)}L${x(1)},${y(1)}L${x(to)},${y(1)}` }));
-    for (const point of points) parts.push(s("circle", { class: "roof-point", "data-hue": point.role, cx: x(point.x), cy: y(point.y), r: 4.5 }, s("title", {}, point.text)));
-    this.svg.replaceChildren(...parts);
+    this.frame.replaceChildren(...parts);
+    const make = () => s("circle", { class: "roof-point", r: 4.5 }, s("title", {}));
+    keyed(this.points, points, (point) => point.id, make, (circle, point) => {
+      for (const [name, value] of Object.entries({ "data-hue": point.role, cx: x(point.x), cy: y(point.y) })) circle.setAttribute(name, value);
+      setText(circle.firstChild, point.text);
+    });
     this.svg.setAttribute("aria-label", `Roofline: ${points.map((point) => point.text).join("; ") || "no steps in the last seconds"}`);
   }
 }
@@ -38,5 +44,5 @@ export class Roofline {
 function pointOf({ worker_id, role, mfu, mbu, ridge }) {
   const x = mfu / mbu;
   const intensity = ridge === null ? "" : `, ${count(x * ridge)} FLOPs per byte`;
-  return { role, x, y: mfu, text: `${workerName(worker_id, role)}: MFU ${share(mfu)}, MBU ${share(mbu)}${intensity}` };
+  return { id: worker_id, role, x, y: mfu, text: `${workerName(worker_id, role)}: MFU ${share(mfu)}, MBU ${share(mbu)}${intensity}` };
 }
