@@ -49,7 +49,7 @@ PROBES = 3
 _SECONDS_AT = {"prefill": 2, "decode": 2, "mixed": 3}  # places in the rows of a profile
 GRID = Grid(
     chunks=(16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
-    batches=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+    batches=(1, 2, 3, 4, 6, 8, 12, 15, 16, 32, 64),
     contexts=(32, 128, 512),
 )
 """Step sizes of the traces: prompts of at most 400 tokens, batches of up to engine.max_running_requests. Close together

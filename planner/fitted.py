@@ -268,6 +268,20 @@ class Measurements(NamedTuple):
     link: LinkShape
     mixed: Sequence[MixedPoint] = ()
 
+    def scaled(self, prefill: float, decode: float) -> Measurements:
+        """With prompts and decoding that take as many times as long."""
+        model = fit(self.prefills, self.decodes, self.link, "measured", piecewise=True)
+        alone_s = {each: min(each.seconds, model.prefill_s(each.tokens, 0)) for each in self.mixed}
+        return Measurements(
+            [each._replace(seconds=prefill * each.seconds) for each in self.prefills],
+            [each._replace(seconds=decode * each.seconds) for each in self.decodes],
+            self.link,
+            [
+                each._replace(seconds=prefill * alone_s[each] + decode * (each.seconds - alone_s[each]))
+                for each in self.mixed
+            ],
+        )
+
 
 def read_mask_s_per_row(path: Path) -> float | None:
     """Reads the cost of masks from a file of `write_measured`; None: it was not measured. Raises ConfigError."""

@@ -25,16 +25,19 @@ class HostCores:
     """`cores`: ranks that can compute at a time; half of the host's cores if a rank has two threads.
     `contention`: factor on a step's time while all cores compute, because they share caches and memory bandwidth;
     `crowding`: another one while more ranks than cores compute, because they take turns.
-    `request_s`, `token_s`, `handoff_s`, `kv_byte_s`: what all other processes, clients included, compute for a request,
-    a token of an answer, a handoff, and a byte of KV in it. `tandem profile` measures them."""
+    `request_s`, `frame_s`, `token_s`, `handoff_s`, `kv_byte_s`: what all other processes, clients included, compute for
+    a request, the frame in which a step's tokens leave, each of them, a handoff, and a byte of KV in it. `idle_cores`:
+    what they use of the cores without requests. `tandem profile` measures them."""
 
     cores: int
     contention: float = 1.0
     request_s: float = 0.0
+    frame_s: float = 0.0
     token_s: float = 0.0
     handoff_s: float = 0.0
     kv_byte_s: float = 0.0
     crowding: float = 1.0
+    idle_cores: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cores < 1 or not (self.contention >= 1 and self.crowding >= 1):
@@ -43,7 +46,9 @@ class HostCores:
                 f"{self.contention:g} and {self.crowding:g}",
                 field="host",
             )
-        for name in ("request_s", "token_s", "handoff_s", "kv_byte_s"):
+        if not 0 <= self.idle_cores < 0.9 * self.cores:
+            raise ConfigError(f"host: idle_cores: expected fewer than the cores, got {self.idle_cores}", field="host")
+        for name in ("request_s", "frame_s", "token_s", "handoff_s", "kv_byte_s"):
             if not 0 <= (value := getattr(self, name)) < 60:
                 raise ConfigError(f"host: {name}: expected seconds from 0, got {value}", field="host")
 
@@ -52,8 +57,8 @@ class HostCores:
         ranks than cores share the cores evenly."""
         others = min(computing, self.cores) - 1
         share = others / (self.cores - 1) if others > 0 else 0.0
-        turns = self.crowding * computing / self.cores if computing > self.cores else 1.0
-        return (1 + (self.contention - 1) * share) * turns
+        turns = max(1.0, computing / (self.cores - self.idle_cores))
+        return (1 + (self.contention - 1) * share) * turns * (self.crowding if computing > self.cores else 1.0)
 
 
 @dataclass(slots=True)

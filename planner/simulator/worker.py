@@ -241,8 +241,8 @@ class SimWorker:
                 self._sample(chunk, sequence, now_s, intervals)
         if intervals:
             self._host.paced(self, len(intervals), len(intervals), sum(intervals))
-        if self._cores is not None:
-            self._cores.spend(self._cores.host.token_s * sum(chunk.samples for chunk in plan.chunks))
+        if self._cores is not None and (tokens := sum(chunk.samples for chunk in plan.chunks)):
+            self._cores.spend(self._cores.host.frame_s + self._cores.host.token_s * tokens)
         for part in plan.exports:
             if not part.in_cache:
                 self._host.export(self, part, start_s, now_s)

@@ -12,12 +12,22 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.commands.planning.host_costs import cpu_clock
 from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
-from cluster.cli.commands.planning.profile import run_profile
+from cluster.cli.commands.planning.profile import as_in_a_worker, run_profile
+from cluster.cli.commands.planning.running_pair import RunningPair, cpu_clock
 from cluster.cli.main import app
 from cluster.profiling.profiler import BESIDE_CHUNKS, Grid, open_profiler
-from planner.fitted import read_host, read_mask_s_per_row, read_measured
+from planner.fitted import (
+    DecodePoint,
+    Measurements,
+    MixedPoint,
+    PrefillPoint,
+    read_host,
+    read_mask_s_per_row,
+    read_measured,
+)
+from planner.shapes import LinkShape
+from planner.shared_host import HostCores
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
@@ -104,3 +114,23 @@ def test_cpu_time_includes_threads_that_ended() -> None:
         own_s = float(process.stdout.readline())
         assert own_s <= time.clock_gettime(cpu_clock(process.pid)) < own_s + 0.5
         process.communicate("\n")
+
+
+def test_steps_take_as_long_as_in_a_running_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    prefills = [PrefillPoint(tokens, 0, 0.01 + 1e-4 * tokens) for tokens in (16, 64, 256, 512)]
+    decodes = [DecodePoint(batch, batch * 64, 0.004 + 1e-4 * batch) for batch in (1, 4, 16)]
+    alone = Measurements(prefills, decodes, LinkShape(1e9), [MixedPoint(64, 4, 256, 0.0182)])
+
+    def found(prefill: float, decode: float) -> Measurements:
+        pair = RunningPair(HostCores(2), decode * 0.0041, 64, prefill * 0.0256)
+        return as_in_a_worker(alone, pair, print)
+
+    slower = found(1.1, 0.9)
+    assert [each.seconds for each in slower.prefills] == pytest.approx(
+        [1.1 * each.seconds for each in prefills], rel=0.03
+    )
+    assert [each.seconds for each in slower.decodes] == pytest.approx([0.9 * each.seconds for each in decodes])
+    assert slower.mixed[0].seconds == pytest.approx(1.1 * 0.0164 + 0.9 * 0.0018, rel=0.03)
+    assert "decode steps 0.900 times as long" in capsys.readouterr().out
+    assert found(0.2, 1.0) is alone
+    assert "which is not believed" in capsys.readouterr().out

@@ -21,18 +21,25 @@ HOST = HostCores(cores=2, contention=1.2)
         (HostCores(4), [1, 1, 1, 1, 1.25]),
         (HostCores(4, 1.3), [1, 1.1, 1.2, 1.3, 1.625]),
         (HostCores(2, 1.2, crowding=1.1), [1, 1.2, 1.98, 2.64]),
+        (HostCores(2, idle_cores=0.4), [1, 1.25, 1.875]),
     ],
-    ids=["one core", "two", "four without contention", "four", "two that take turns"],
+    ids=["one core", "two", "four without contention", "four", "two that take turns", "two with other work"],
 )
 def test_stretch(host: HostCores, stretches: list[float]) -> None:
     assert [host.stretch(1 + at) for at in range(len(stretches))] == pytest.approx(stretches)
 
 
-@pytest.mark.parametrize("name", ["request_s", "token_s", "handoff_s", "kv_byte_s"])
+@pytest.mark.parametrize("name", ["request_s", "frame_s", "token_s", "handoff_s", "kv_byte_s"])
 def test_processes_take_no_negative_or_endless_time(name: str) -> None:
     for value in (-0.001, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"host: {name}: expected seconds"):
             HostCores(2, **{name: value})
+
+
+@pytest.mark.parametrize("idle_cores", [-0.1, 1.9, float("nan")])
+def test_other_work_leaves_part_of_the_cores(idle_cores: float) -> None:
+    with pytest.raises(ConfigError, match="host: idle_cores: expected fewer than the cores"):
+        HostCores(2, idle_cores=idle_cores)
 
 
 @pytest.mark.parametrize(("cores", "contention"), [(0, 1.0), (2, 0.9), (2, float("nan"))])

@@ -120,12 +120,17 @@ def test_other_processes_of_a_host_delay_what_they_handle() -> None:
 
 
 def test_tokens_take_their_time_on_a_host_whose_cores_all_compute() -> None:
-    def host(token_s: float) -> HostCores:
-        return HostCores(1, token_s=token_s)
+    hosts = (HostCores(1), HostCores(1, token_s=0.001), HostCores(1, frame_s=0.0007, token_s=0.0003))
+    free, *taken = (simulate(one(16, 101), setup_of(0, 1, host=host)).tpot_s.p50 for host in hosts)
+    assert free is not None
+    assert taken == pytest.approx([free + 0.001, free + 0.001], rel=0.01)
 
-    free, taken = (simulate(one(16, 101), setup_of(0, 1, host=host(token_s))) for token_s in (0.0, 0.001))
-    assert free.tpot_s.p50 is not None
-    assert taken.tpot_s.p50 == pytest.approx(free.tpot_s.p50 + 0.001, rel=0.01)
+
+def test_tokens_of_a_step_share_their_frame() -> None:
+    host, together = HostCores(1, frame_s=0.001), one(16, 101, *4 * [(0.0, 16, 101)])
+    free, taken = (simulate(together, setup_of(0, 1, host=host)).tpot_s.p50 for host in (HostCores(1), host))
+    assert free is not None
+    assert taken == pytest.approx(free + 0.001, rel=0.01)
 
 
 def test_waiting_is_what_queueing_theory_says() -> None:

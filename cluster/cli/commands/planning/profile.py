@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from cluster.cli.commands.planning.host_costs import with_process_costs
+from cluster.cli.commands.planning.running_pair import LONG_PROMPT, SHORT_PROMPT, RunningPair, measure_pair
 from cluster.profiling.measured import build_alone
 from cluster.profiling.neighbour import neighbours
 from cluster.profiling.profiler import Grid, Profiler, open_profiler
@@ -18,7 +18,7 @@ from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
 from planner.devices import find_device
-from planner.fitted import Measurements, read_measured, write_measured
+from planner.fitted import Measurements, fit, read_measured, write_measured
 from planner.hardware import check_one_cost
 from planner.shared_host import HostCores
 from tandem.config.engine import EngineSpec
@@ -31,6 +31,7 @@ from tandem.training.own_answers import OwnAnswers
 
 MIXED_RUNS = 9
 ACCEPTANCE_TOKENS = 2000
+MOST_OFF = 1.5  # times: more is not how steps of an engine differ that is alone
 
 
 def run_profile(config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None) -> int:
@@ -43,19 +44,32 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     continuous = {"batching": "continuous", "batching_window_s": None}
     engine = resolved.spec.engine_of(Role.DECODE).model_copy(update=continuous)
     link = find_device(device).link.shape()
-    plain = engine.model_copy(update={"speculation": "none"})
+    plain = engine.without_speculation
     with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
         mixed, masks_s = profiler.mixed(console.print), profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
-    if host is not None:
-        host = with_process_costs(host, str(resolved.folder), plain, console.print)
+    measured = Measurements(prefills, decodes, link, mixed)
+    if host is not None and (pair := measure_pair(host, str(resolved.folder), plain, console.print)) is not None:
+        host, measured = pair.host, as_in_a_worker(measured, pair, console.print)
     acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
-    write_measured(output, {1: Measurements(prefills, decodes, link, mixed)}, about, host, masks_s, acceptance)
+    write_measured(output, {1: measured}, about, host, masks_s, acceptance)
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
+
+
+def as_in_a_worker(measured: Measurements, pair: RunningPair, report: Callable[[str], None]) -> Measurements:
+    """Steps take as much longer or shorter as in a running worker: they differ by some percent, all alike."""
+    model = fit(measured.prefills, measured.decodes, measured.link, "profile", piecewise=True)
+    decode = pair.decode_s / model.decode_step_s(1, pair.context)
+    prefill = pair.prefill_s / max(1e-9, model.prefill_s(LONG_PROMPT, 0) - model.prefill_s(SHORT_PROMPT, 0))
+    if not all(1 / MOST_OFF < factor < MOST_OFF for factor in (prefill, decode)):
+        report(f"steps in a running worker took {prefill:.2f} and {decode:.2f} times as long, which is not believed")
+        return measured
+    report(f"in a running worker prompts take {prefill:.3f}, decode steps {decode:.3f} times as long as alone")
+    return measured.scaled(prefill, decode)
 
 
 def measured_acceptance(
