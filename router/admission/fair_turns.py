@@ -176,6 +176,10 @@ class FairTurns(Generic[Entry]):
             for queue in each.tenants.values():
                 yield each.weight, len(queue.entries), queue.entries[-1]
 
+    def __contains__(self, entry: Entry) -> bool:
+        queue = self._classes[entry.priority].tenants.get(entry.tenant)
+        return entry in self._returned or (queue is not None and entry in queue.entries)
+
     def __iter__(self) -> Iterator[Entry]:
         yield from self._returned
         for each in self._classes.values():

@@ -23,6 +23,7 @@ class _Turn:
     tenant: str
     tokens: int
     ready: asyncio.Future[None]
+    has_thread: bool = False
     priority: str = _CLASS
 
 
@@ -59,15 +60,19 @@ class ParseThreads:
 
     def _next(self) -> None:
         while self._free and (turn := self._waiting.head()) is not None:
+            if turn.ready.cancelled():  # its caller is about to give up
+                self._waiting.remove(turn)
+                continue
             self._waiting.take(turn)
             self._free -= 1
+            turn.has_thread = True
             turn.ready.set_result(None)
 
     def _give_up(self, turn: _Turn) -> None:
-        if turn.ready.cancelled():
-            self._waiting.remove(turn)
-        else:  # it was its turn
+        if turn.has_thread:
             self._release()
+        elif turn in self._waiting:
+            self._waiting.remove(turn)
 
     def _ended(self, running: asyncio.Future[Result]) -> None:
         if not running.cancelled():

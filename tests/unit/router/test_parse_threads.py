@@ -61,3 +61,23 @@ async def test_work_that_fails_or_is_given_up_frees_its_thread(executor: ThreadP
     with pytest.raises(ZeroDivisionError):
         await parsing.threads.run("any", 1, lambda: 1 // 0)
     assert await parsing.threads.run("any", 1, lambda: 7) == 7
+
+
+async def test_callers_given_up_as_a_thread_becomes_free_leave_it_to_the_next(executor: ThreadPoolExecutor) -> None:
+    """A cancelled caller goes on one turn of the event loop later: until then its place must not take the thread."""
+    parsing = Parsing(executor)
+    await asyncio.sleep(0)
+    gone = [parsing.send("gone") for _ in range(3)]
+    stays = parsing.send("stays")
+    await asyncio.sleep(0)
+    for each in gone:
+        each.cancel()
+    parsing.threads._release()  # as when a parse has ended in the same turn
+    await asyncio.wait(gone)
+    parsing.open()
+    await stays
+    assert parsing.ran == ["stays"]
+    await parsing.held
+    assert await parsing.threads.run("any", 1, lambda: 7) == 7
+    assert parsing.threads._free == 2  # one is that of the test's own release
+    assert not len(parsing.threads._waiting)
