@@ -17,7 +17,7 @@ from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendF
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import Engine, RequestEnd
-from tandem.errors import TandemError
+from tandem.errors import TandemError, UnavailableError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
@@ -77,16 +77,25 @@ class MovingRole:
         self._requests.fail(engine_id, error)
         self._drop(engine_id)
 
+    def _find(self, session: int, request_id: str) -> str | None:
+        """None: it was dropped once it was sent, and its target failed after that: the router starts it again. If it
+        has ended, the router has heard of that before."""
+        if (engine_id := self._requests.find(session, request_id)) is None:
+            self._requests.refuse(
+                session, request_id, UnavailableError("the request was moved and is not here any more")
+            )
+        return engine_id
+
     def _held(self, session: int, request_id: str) -> str | None:
-        engine_id = self._requests.find(session, request_id)
+        engine_id = self._find(session, request_id)
         return engine_id if engine_id in self._held_since_s else None
 
     def _hold(self, session: int, request_id: str) -> None:
-        engine_id = self._requests.find(session, request_id)
+        if (engine_id := self._find(session, request_id)) is None:
+            return
         # Agents of an earlier move may still read its blocks.
-        free = engine_id is not None and self._handoffs.by_engine_id(engine_id) is None
-        held = engine_id is not None and free and self._engine.hold(engine_id)
-        if held and engine_id is not None:
+        held = self._handoffs.by_engine_id(engine_id) is None and self._engine.hold(engine_id)
+        if held:
             self._held_since_s[engine_id] = self._clock.now_s()
         self._requests.outbox.frame(session).held.add(request_id=request_id, held=held)
 

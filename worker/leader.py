@@ -203,6 +203,8 @@ class Leader:
         self._service.send(LeaderReady(self._info.SerializeToString()))
 
     def _on_message(self, session: int, raw: bytes) -> None:
+        if session not in self._requests.sessions:
+            return  # the service ended it, and its router sends no cancel any more
         try:
             first = worker_pb2.RouterFrame.FromString(raw)
         except DecodeError as error:

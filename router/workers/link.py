@@ -306,6 +306,8 @@ class WorkerLink:
         for held in frame.held:
             if (sink := sinks.get(held.request_id)) is not None:
                 sink.on_held(self, held)
+            elif not held.held:  # the move succeeded although its source has not heard so
+                self.cancel(held.request_id)
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)

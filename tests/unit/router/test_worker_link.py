@@ -64,6 +64,14 @@ async def test_a_join_reaches_the_worker_before_a_long_prompt_that_was_sent_firs
         assert worker.received == [("join", "joined"), ("reserve", "long")]
 
 
+async def test_a_request_that_goes_on_although_its_router_has_left_it_is_cancelled() -> None:
+    """Its move succeeded, but its source has not heard so."""
+    async with linked(takes_more=True) as (worker, link):
+        held = [worker_pb2.Held(request_id="moving", held=True), worker_pb2.Held(request_id="r", held=False)]
+        link._deliver(worker_pb2.WorkerFrame(held=held))
+        await until(lambda: worker.frames("cancel") == ["r"])
+
+
 class Lost:
     """A request that is on the link."""
 

@@ -34,7 +34,7 @@ from worker.agents import Agents
 from worker.inbox import AgentMessage, Inbox, Stop
 from worker.io_thread import ServiceLink
 from worker.leader import Leader, make_requests
-from worker.messages import FromRouter, SessionOpened, StateAnswer, StateQuery, ToRouter, WantedAdapters
+from worker.messages import FromRouter, SessionClosed, SessionOpened, StateAnswer, StateQuery, ToRouter, WantedAdapters
 from worker.meters import StepMeters
 from worker.rank import RoleParts
 from worker.roles import WorkerIdentity
@@ -217,6 +217,29 @@ def test_an_answer_that_cannot_be_moved_stays_where_it_is(workers: tuple[Worker,
         if frame.ended:
             break
     assert (len(asked), held, tokens) == (1, [False], answer_of(PROMPT, 9))
+
+
+@pytest.mark.parametrize("asked", ["hold", "resume"])
+def test_a_router_hears_that_a_request_is_not_there_any_more(workers: tuple[Worker, Worker], asked: str) -> None:
+    """It was sent to another worker that failed then, and only its router can start it again."""
+    _, decode = workers
+    frame = {"hold": worker_pb2.Hold(request_id="r"), "resume": worker_pb2.Resume(request_id="r")}[asked]
+    decode.send(**{asked: frame})
+    tokens, ended = decode.tokens_until_end()
+    assert (tokens, ended.request_id, ended.error.code) == ([], "r", "unavailable")
+
+
+def test_what_a_session_sent_before_its_end_starts_nothing_after_it(workers: tuple[Worker, Worker]) -> None:
+    """Its router does not cancel it any more, so it would hold its blocks for good."""
+    _, decode = workers
+    decode.inbox.put(SessionClosed(SESSION))
+    decode.send(reserve=worker_pb2.Reserve(work=work("r", 9), prefill_worker="prefill-0", prefill_epoch=1))
+    decode.inbox.put(SessionOpened(SESSION + 1, "router"))
+    other = worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work("other", 3)))
+    decode.inbox.put(FromRouter(SESSION + 1, other.SerializeToString()))
+    tokens, _ = decode.tokens_until_end()
+    assert tokens == answer_of(PROMPT, 3)
+    assert decode.engine.load().reserved_requests == 0
 
 
 def test_a_cancelled_reservation_frees_its_blocks_once_no_agent_writes_to_them(workers: tuple[Worker, Worker]) -> None:
