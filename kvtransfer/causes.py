@@ -24,6 +24,7 @@ class HandoffFault(HandoffError):
 
     def __init__(self, cause: HandoffCause, message: str) -> None:
         super().__init__(message)
+        self.args = (cause, message)  # for copies
         self.cause = cause
 
 

@@ -64,6 +64,16 @@ class Routers(Protocol):
     async def close(self) -> None: ...
 
 
+def _alone(error: TandemError) -> TandemError:
+    """Without what it arose from, whose frames hold the request: it is kept as long as its answer."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def _nothing_more(raised: TandemError | None) -> None:
+    """A run ends once."""
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     request: KeyedRequest
@@ -167,7 +177,7 @@ class KeyedAnswers:
             else:
                 failure = await self._others.obtain(entry.request, entry.log, run)
         except TandemError as error:
-            failure = raised = error.with_traceback(None)
+            failure = raised = _alone(error)
         except asyncio.CancelledError:
             failure = raised = _stopped() if self._is_closed else RequestCancelled("no client waits for the answer")
         except Exception:
@@ -176,6 +186,7 @@ class KeyedAnswers:
         if not has_run and (outcome := _outcome(entry.log, raised)) is not None:
             self._count(entry.request.api, outcome)
         entry.on_end(raised)
+        entry.on_end = _nothing_more  # it holds the client's request
         entry.log.end(raised)
         entry.task = None
         self._ended(entry, is_kept=failure is None or is_final(failure))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvtransfer.causes import HandoffCause, HandoffFault
 from router.idempotency import answer_log, keyed_answers
 from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
@@ -344,3 +346,19 @@ def keyed(cluster: Cluster) -> keyed_answers.KeyedAnswers:
 
 def texts(events: str) -> str:
     return "".join(part.split('"', 1)[0] for part in events.split('"text":"')[1:])
+
+
+async def test_a_kept_failure_keeps_nothing_of_its_request(cluster: Cluster) -> None:
+    """Thousands of them are kept for minutes, and each body may have megabytes."""
+    bad = BODY | {"prompt": "x" * 100_000, "temperature": -1}
+    assert (await post(cluster, bad)).status_code == 400
+    [entry] = cluster.app._keyed._entries.values()
+    error = entry.log.error
+    assert error is not None
+    assert (error.__context__, error.__cause__, error.__traceback__) == (None, None, None)
+    assert entry.on_end.__closure__ is None
+
+
+def test_every_error_of_a_request_can_be_told_to_several_clients() -> None:
+    fault = copy(HandoffFault(HandoffCause.DEADLINE, "late"))
+    assert (fault.cause, fault.message, str(fault)) == (HandoffCause.DEADLINE, "late", "late")
