@@ -122,6 +122,9 @@ class ToolUse:
         )
 
 
+MESSAGE_CHARS = 32  # that a template puts around a message
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """`settings`: of the model's template, such as `enable_thinking`. `effort`: of the reasoning, in OpenAI's words.
@@ -139,7 +142,9 @@ class Chat:
     def __post_init__(self) -> None:
         more = sum(len(repr(each.more)) for each in self.messages if each.more)
         tools = sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
-        chars = sum(len(each.content) for each in self.messages) + more + tools
+        settings = sum(len(repr(each)) for each in (self.settings, self.wishes) if each)
+        content = sum(MESSAGE_CHARS + len(each.content) for each in self.messages)
+        chars = content + more + tools + settings
         object.__setattr__(self, "chars", chars)
 
     @property

@@ -23,13 +23,14 @@ from router.requests import answer_limits, validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from router.requests.validation import (
+    INLINE_PROMPT_CHARS,
     MAX_CACHE_SALT_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     ServingModel,
     ValidRequest,
 )
-from router.texts.chat import MAX_MESSAGES
+from router.texts.chat import MAX_MESSAGES, Chat, Message
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.engine.api import TokenLogprob
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
@@ -363,3 +364,17 @@ def test_a_stream_gives_what_the_whole_answers_hold_in_whatever_order_its_choice
         for name, values in (choice["logprobs"] or {}).items():
             assert [value for each in scored for value in each[name]] == values, name
         assert bool(scored) == bool(choice["logprobs"])
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        Chat((Message("user", "Hi"),), settings={"date_string": "x" * INLINE_PROMPT_CHARS}),
+        Chat((Message("user", "Hi"),), wishes={"format": ["x"] * INLINE_PROMPT_CHARS}),
+        Chat((Message("user", ""),) * 200),
+    ],
+    ids=["a setting of its template", "a wish", "empty messages"],
+)
+def test_a_chat_that_is_long_to_render_is_rendered_in_a_thread(chat: Chat) -> None:
+    assert not validation._is_short(chat)
+    assert validation._is_short(Chat((Message("user", "Hi"),), settings={"enable_thinking": False}))
