@@ -293,11 +293,13 @@ class Placer:
 
     def _unloaded(self, run: RequestRun) -> TandemError | None:
         """An adapter that no decode worker has: a request for it would only hold up those behind it. An answer that has
-        begun waits for one."""
+        begun waits for one, if one is to come."""
         model, adapter = run.request.model, run.request.adapter
-        if not adapter or run.answer_tokens or self._fleet.some_have_adapter(model, adapter):
+        if not adapter or self._fleet.some_have_adapter(model, adapter):
             return None
         if self._fleet.serves_adapter(model, adapter):
+            if run.answer_tokens:
+                return None
             return UnavailableError("model: no worker has loaded its adapter yet; retry later", retry_after_s=1.0)
         return UnavailableError("model: its adapter was replaced or removed after the request came: send it again")
 

@@ -91,6 +91,26 @@ def test_a_request_whose_adapter_was_replaced_is_told_so_when_no_worker_has_it_a
     cluster.check_settled()
 
 
+def test_an_answer_whose_adapter_is_gone_with_its_worker_holds_up_no_other() -> None:
+    cluster = CoreCluster("p0", "d0", "d1")
+    for name in ("p0", "d0"):
+        loaded(cluster.worker(name), SQL)
+    cluster.fleet.set_adapters(listed(sql=SQL))
+    cluster.worker("d0").token_s = 1.0
+    asked = cluster.ask(adapter=SQL)
+    cluster.run(1.5)
+    assert 0 < len(asked.tokens) < 4
+    for name in ("p0", "d0"):  # a lost link forgets what its worker had
+        loaded(cluster.worker(name))
+    cluster.fleet.set_adapters(listed())
+    cluster.worker("d0").lose()
+    other = cluster.ask()
+    cluster.run()
+    assert "its adapter was replaced or removed" in asked.error.message
+    assert other.tokens == [70, 71, 72, 73]
+    cluster.check_settled()
+
+
 async def test_a_link_reads_frames_within_frames() -> None:
     """A worker joins those that waited (worker/waiting_frames.py)."""
     link = CoreCluster("d0").worker("d0").worker.link
