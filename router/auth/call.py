@@ -31,6 +31,7 @@ class Call:
     code: ErrorCode | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    spent_tokens: int = 0  # of them, counted against the limits of the key
     is_unlogged: bool = False  # it was refused because the audit log had no room for it
     is_detached: bool = False  # what it runs outlives the client's connection, and finishes it
 

@@ -82,9 +82,14 @@ class CallGate:
             call.principal = self._keys.identify(authorization, call.access)
             call.tenant = call.principal.tenant
 
+    def spend(self, call: Call) -> None:
+        """Counts what its requests that ended have answered since the last time."""
+        self._limiter.spend_tokens(call.principal, call.completion_tokens - call.spent_tokens)
+        call.spent_tokens = call.completion_tokens
+
     def finish(self, call: Call) -> None:
         """Its answer is complete, and its requests have ended."""
-        self._limiter.spend_tokens(call.principal, call.completion_tokens)
+        self.spend(call)
         if self._audit is not None and not call.is_unlogged:
             self._audit.write(
                 AuditLine(

@@ -132,6 +132,8 @@ class OipEdge(GRPCInferenceServiceServicer):
         except TandemError as error:
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
+        if (call := call_of(context)) is not None:
+            self._service.calls.spend(call)  # the stream, and with it the call, may go on for hours
 
     async def _answer(
         self, parsed: InferRequest, terms: RequestTerms

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.auth.principal import Principal
+from router.auth.call_gate import CallGate
+from router.auth.principal import AccessLevel, Principal
 from router.auth.rate_limits import RateLimiter
-from tandem.config.auth import LimitsSpec
+from tandem.config.auth import AuthSpec, LimitsSpec
 from tandem.errors import RateLimited
+from tandem.request import RequestState
 from tandem.testing.models import FakeClock
 
 
@@ -87,3 +89,19 @@ def test_many_keys_do_not_stay_in_memory(limiter: RateLimiter, clock: FakeClock)
         clock.advance(0.1)
         limiter.take_request(key(f"jwt:{number}", requests_per_minute=60))
     assert len(limiter._buckets) <= 10_001
+
+
+def test_answers_of_a_call_that_goes_on_are_counted_once(clock: FakeClock) -> None:
+    """As those of a stream with many requests, which may last for hours."""
+    gate = CallGate(AuthSpec(), "router-0", None, clock, lambda refused: None)
+    call = gate.begin("ModelStreamInfer", AccessLevel.CALLER, "", "r", "")
+    call.principal = key(tokens_per_minute=60)
+    for _ in range(2):
+        call.ended(RequestState.FINISHED, None, 40)
+        gate.spend(call)
+    with pytest.raises(RateLimited) as refused:
+        call.check_prompt(1)
+    gate.finish(call)
+    with pytest.raises(RateLimited) as again:
+        call.check_prompt(1)
+    assert again.value.retry_after_s == refused.value.retry_after_s
