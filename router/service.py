@@ -214,7 +214,8 @@ class RouterService:
         try:
             for number in range(total):
                 model, first = parsed[number // choices]
-                request = first if total == 1 else _choice(first, number % choices, f"{request_id}-{number}")
+                own_id = request_id if total == 1 else f"{request_id}-{number}"
+                request = first if own_id == first.request_id else _choice(first, number % choices, own_id)
                 if slice_tokens and slice_tokens + _submit_tokens(request) > SLICE_TOKENS:
                     slice_tokens = 0
                     await asyncio.sleep(time.monotonic() - began_s)

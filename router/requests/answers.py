@@ -163,6 +163,9 @@ class Answers:
         try:
             for index in self._waiting:
                 stream = self.submitted[index].stream
+                if arrivals and stream.fails_next and not self.has_failed:
+                    self.has_failed = True
+                    break
                 pieces, final = stream.take(), stream.final
                 if final is not None:
                     self._finals[index] = final

@@ -163,6 +163,10 @@ class ResponseStream:
         """`take` raises after it has returned the remaining pieces."""
         return self._error is not None
 
+    @property
+    def fails_next(self) -> bool:
+        return self._error is not None and not self._pieces
+
     def put(self, piece: TextPiece) -> bool:
         """Returns False if more than `MAX_UNREAD_PIECES` are unread."""
         self._pieces.append(piece)

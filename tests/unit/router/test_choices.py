@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from router import service
 from router.requests import answer_limits
 from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
@@ -51,6 +52,23 @@ async def test_prompts_are_answered_in_their_order(cluster: Cluster) -> None:
     ids = await cluster.openai.completions.create(model=MODEL, prompt=[[70, 71, 72], [73, 74, 75]])
     expected = [cluster.tokenizer.decode(part) for part in ([70, 71, 72], [73, 74, 75])]
     assert [choice.text for choice in ids.choices] == expected
+
+
+async def test_each_request_of_a_call_in_parts_has_an_id_of_its_own(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in parts of one: a worker and the traces tell requests apart by it."""
+    monkeypatch.setattr(service, "PART_TOKENS", 1)
+    raws = [RawRequest(MODEL, text, RawSampling(max_tokens=1)) for text in ("one", "two", "three")]
+    terms = cluster.app.service.terms(lambda name: None)
+    parts = cluster.app.service.submit_in_parts(raws, ["input.0", "input.1", "input.2"], 4, "call", terms)
+    ids: list[str] = []
+    async for answers in parts:
+        await answers.collect()
+        ids += [each.request.request_id for each in answers.submitted]
+    assert ids == ["call-part0", "call-part1", "call-part2"]
+    assert cluster.prefill.frames("generate") + cluster.decode.frames("generate") == [f"{each}.1" for each in ids]
+    await cluster.settled()
 
 
 async def test_streams_of_several_answers_are_told_apart(cluster: Cluster) -> None:

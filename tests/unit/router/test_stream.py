@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from router.observe.trace import Attempt, Trace
 from router.probes.canary import CANARY_ID_PREFIX
-from router.requests.output import ResponseStream
+from router.requests.answers import Answers, SubmittedRequest
+from router.requests.output import ResponseStream, TextPiece
 from router.requests.state_machine import RequestRun
 from router.testing.stub_worker import until
 from router.workers import link as worker_client
@@ -45,6 +48,21 @@ async def test_an_error_is_raised_once_and_goes_with_its_reader() -> None:
     failure = trace.attempts[0].failure
     assert failure is not None
     assert failure.message == "gone"
+
+
+def test_what_other_answers_gave_comes_before_an_error() -> None:
+    streams = [ResponseStream(f"r-{number}", on_cancel=lambda: None) for number in range(2)]
+    request = SimpleNamespace(prompt_tokens=1)
+    submitted = [SubmittedRequest(cast(Any, request), cast(Any, None), stream) for stream in streams]
+    answers = Answers("r", submitted, choices=2)
+    streams[0].put(TextPiece("said", ()))
+    streams[1].fail(RequestCancelled("gone"))
+    assert [(each.index, each.pieces[0].text) for each in answers.take()] == [(0, "said")]
+    assert answers.has_failed
+    streams[0].put(TextPiece("more", ()))
+    with pytest.raises(RequestCancelled, match="gone"):
+        answers.take()
+    assert answers.failed == 1
 
 
 def held_for_clients() -> list[str]:
