@@ -299,7 +299,8 @@ class RayPlacements:
             former = reservation.placement
             while self._reservations.get(group) is reservation and not await self._is_moved(group, reservation, former):
                 await asyncio.sleep(RETRY_S)
-                await self._held.check()
+                with contextlib.suppress(RayError, TimeoutError):  # another controller's lease still ends this
+                    await self._held.check()
         finally:
             for member in reservation.members:
                 member.go_on()

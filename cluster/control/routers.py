@@ -124,13 +124,13 @@ class Routers:
         async with self._changing:
             before = self._before = self._spec
             self._spec = spec
-            await self._note()
             try:
+                await self._note()
                 if spec != before:
                     await self.joined.wait_for(self._rejoining)
                 await self._settle()
-            except UnavailableError as error:
-                log.warning("the routers get their earlier settings again: %s", error.message)
+            except Exception as error:  # also the backend's, if it cannot note the change
+                log.warning("the routers get their earlier settings again: %s", error)
                 self._spec = before
                 try:
                     await self._settle()

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FAILED_STARTS = 3  # a worker that ends so often without becoming ready is given up
 FAILED_GPU_STARTS = 5
 MAX_BACKOFF_S = 10.0
+MAX_DOUBLINGS = 10  # of the backoff: more is longer than MAX_BACKOFF_S, and 1024 overflow
 RANK_GRACE_S = 1.5  # a rank stops between two steps; one that hangs with a lost peer never does
 STABLE_S = 10.0  # a worker that was ready for so long restarts without backoff
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
@@ -98,7 +99,8 @@ class WorkerSlot:
         self._was_ever_ready = False
         self._ready_since_s: float | None = None
         self._gpu_losses = 0  # starts in a row that failed on a GPU
-        self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`; None: no epoch ran yet
+        self._restart_reason: asyncio.Future[MemberEnd] | None = None  # resolved by `restart`
+        self._watched_epoch = 0  # that `_restart_reason` is of
         self._early_restart = ""  # the reason, if one was asked for before this controller watches the epoch
         if record is not None:
             self._continue(record)
@@ -135,7 +137,7 @@ class WorkerSlot:
                 self._epoch_ended(await self._observed_epoch())
                 await self._stop()
                 if not self.is_given_up:
-                    await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
+                    await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2 ** min(self._failures, MAX_DOUBLINGS)))
         finally:
             await self._stop()
 
@@ -168,9 +170,9 @@ class WorkerSlot:
 
     def restart(self, reason: str) -> None:
         """Ends the running epoch; the next one starts after the usual backoff."""
-        if self._restart_reason is None:
+        if self._watched_epoch != self.epoch:  # it has not begun
             self._early_restart = reason
-        elif not self._restart_reason.done():
+        elif self._restart_reason is not None and not self._restart_reason.done():
             self._restart_reason.set_result(MemberEnd(reason=reason))
 
     async def processes(self) -> list[RunningProcess]:
@@ -195,6 +197,7 @@ class WorkerSlot:
         if (ended := await self._start_members(self._members)) is not None:
             return ended
         self._restart_reason = asyncio.get_running_loop().create_future()
+        self._watched_epoch = self.epoch
         if self._early_restart:
             self._restart_reason.set_result(MemberEnd(reason=self._early_restart))
             self._early_restart = ""

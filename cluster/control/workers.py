@@ -55,6 +55,7 @@ class Workers:
         self.on_change = on_change
         self._settings: EpochSettings | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # what stops removed workers
         self._expected: dict[str, tuple[ResolvedModel, Role]] = {}  # not placed yet
         self._channels = ChannelCache(tls, Identity.WORKER)
 
@@ -127,7 +128,7 @@ class Workers:
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
         await self._channels.close()
 
     async def pending(self) -> str:
@@ -163,6 +164,8 @@ class Workers:
 
     async def add(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
         """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
+        if (former := self._leaving.get(worker_id)) is not None:
+            await asyncio.wait([former])
         self.expect(model, {worker_id: role})
         try:
             members = await self._place(worker_id, role, model)
@@ -235,14 +238,20 @@ class Workers:
         self.directory.change(slot.worker_id, drain=drain)
 
     async def remove(self, worker_id: str) -> None:
-        """Stops the worker's processes and releases its place."""
+        """Stops the worker's processes and releases its place, also if the caller is cancelled meanwhile."""
         self.directory.remove(worker_id)
         self.directory.remove_place(worker_id)
         del self.slots[worker_id]
-        task = self._tasks.pop(worker_id)
+        leaving = self._leaving[worker_id] = asyncio.create_task(self._release(worker_id, self._tasks.pop(worker_id)))
+        await asyncio.shield(leaving)
+
+    async def _release(self, worker_id: str, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._backend.release(worker_id)
+        try:
+            await self._backend.release(worker_id)
+        finally:
+            del self._leaving[worker_id]
         await self._channels.forget(worker_id)
         self.on_change()
         self.announce(f"{worker_id} left the cluster")

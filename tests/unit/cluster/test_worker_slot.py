@@ -197,6 +197,38 @@ async def test_a_restart_that_is_asked_for_before_the_epoch_is_watched_again_is_
         assert [len(member.starts) for member in members] == [2, 2]
 
 
+async def test_a_restart_that_is_asked_for_between_two_epochs_ends_the_next(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    """Otherwise the next epoch would keep the drain that preceded the restart."""
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        member.may_stop.clear()
+        member.end("rank-0 was killed")
+        await until(lambda: slot.restarts == 1)
+        slot.drain = cluster_pb2.DRAIN_MOVE
+        slot.restart("restarted by request")
+        member.may_stop.set()
+        await until(lambda: slot.restarts == 2)
+        assert (slot.reason, slot.drain) == ("restarted by request", cluster_pb2.DRAIN_NONE)
+        await until(lambda: len(member.starts) == 3)
+        await asyncio.sleep(0.05)
+        assert slot.restarts == 2
+
+
+async def test_after_thousands_of_failures_a_worker_is_still_restarted(model: ResolvedModel, tmp_path: Path) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        slot._failures = 5000
+        await asyncio.sleep(0)
+        member.end("rank-0 was killed")
+        await until(lambda: len(member.starts) == 2)
+
+
 async def test_a_rank_that_ended_while_there_was_no_controller_restarts_the_worker(
     model: ResolvedModel, tmp_path: Path
 ) -> None:

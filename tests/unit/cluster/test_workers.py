@@ -248,6 +248,30 @@ async def test_a_removed_worker_is_stopped_and_its_place_released(workers: Worke
     assert backend.placed["decode-1"][0].stops > 0
 
 
+async def test_a_removal_goes_on_without_its_caller_and_its_id_waits_for_it(
+    workers: Workers, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, release = asyncio.Event(), backend.release
+
+    async def slow(group: str) -> None:
+        await stopped.wait()
+        await release(group)
+
+    monkeypatch.setattr(backend, "release", slow)
+    removing = asyncio.create_task(workers.remove("decode-1"))
+    await asyncio.sleep(0.01)
+    removing.cancel()
+    await asyncio.gather(removing, return_exceptions=True)
+    adding = asyncio.create_task(workers.add("decode-1", Role.DECODE, workers.model("")))
+    await asyncio.sleep(0.01)
+    assert not adding.done()
+    assert not backend.released
+    stopped.set()
+    await adding
+    assert backend.released == ["decode-1"]
+    assert "decode-1" in workers.slots
+
+
 async def test_a_worker_without_room_leaves_nothing_behind(workers: Workers, backend: FakeBackend) -> None:
     backend.full = True
     with pytest.raises(ConfigError, match="no room"):
