@@ -58,7 +58,8 @@ class Exports:
         self._step = tuple(item for item in ranges if item.block_ids and not item.in_cache)
         self._layers_done = 0
         cached = (item for item in ranges if item.block_ids and item.in_cache)
-        return self._give((item.export_id, _ready(item, 0, self._layers)) for item in cached)
+        # A request that moves a second time is sent under its former id, perhaps before its OpenSend comes.
+        return self._give(((item.export_id, _ready(item, 0, self._layers)) for item in cached), reopens=True)
 
     def layer_done(self, layer: int) -> list[tuple[str, Ready]]:
         """Returns what this layer of the current step, and earlier layers, made ready."""
@@ -87,12 +88,12 @@ class Exports:
         for export_id in [name for name, held in self._held.items() if held.expires_s <= now_s]:
             del self._held[export_id]
 
-    def _give(self, found: Iterable[tuple[str, Ready]]) -> list[tuple[str, Ready]]:
+    def _give(self, found: Iterable[tuple[str, Ready]], *, reopens: bool = False) -> list[tuple[str, Ready]]:
         given: list[tuple[str, Ready]] = []
         for export_id, ready in found:
             if export_id in self._open:
                 given.append((export_id, ready))
-            elif export_id not in self._closed:
+            elif reopens or export_id not in self._closed:
                 self._hold(export_id, ready)
         return given
 

@@ -473,12 +473,12 @@ class Scheduler:
     def _unblock(self) -> None:
         """Resolves a step in which nothing can run.
 
-        If handoffs hold blocks, wait for them. Otherwise running requests block each other, and one is preempted; a
-        single request needs more blocks than exist, and fails.
+        If handoffs or requests that move hold blocks, wait for them. Otherwise running requests block each other, and
+        one is preempted; a single request needs more blocks than exist, and fails.
         """
         if not (self._waiting or self._running):
             return
-        if self.pool.counts().leased:
+        if self.pool.counts().leased or any(each.stage is SequenceStage.HELD for each in self._sequences.values()):
             self._stalled = True
         elif len(self._running) > 1 and (victim := self._youngest()) is not None:
             self._preempt(victim)

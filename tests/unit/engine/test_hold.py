@@ -100,3 +100,21 @@ def test_blocks_that_were_to_be_announced_are_not_when_their_request_is_gone(mak
     assert not driver.engine.has_work
     assert driver.at_rest()
     assert exported.ranges == []
+
+
+def test_a_request_without_room_waits_for_the_blocks_of_one_that_moves(
+    make: Callable[..., Rank], reference: Reference
+) -> None:
+    driver = EngineDriver(make(kv_blocks=8).engine)
+    driver.add("moves", prompt(80), GREEDY)
+    driver.add("grows", prompt(30), GREEDY)
+    steps(driver, "moves", 2)
+    assert driver.engine.hold("moves")
+    for _ in range(20):
+        if driver.engine.has_work:
+            driver.take(driver.engine.step())
+    assert not driver.engine.has_work, "it waits"
+    assert len(driver.tokens["grows"]) < GREEDY.max_tokens
+    driver.engine.cancel("moves")
+    driver.run()
+    assert driver.tokens["grows"] == reference.answer(prompt(30), GREEDY)

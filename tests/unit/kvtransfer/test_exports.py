@@ -52,12 +52,14 @@ def test_what_nobody_asks_for_is_dropped_after_a_while() -> None:
     assert exports.open("a") == []
 
 
-def test_nothing_is_held_for_an_export_that_was_closed() -> None:
+def test_of_an_export_that_was_closed_only_a_second_move_is_held() -> None:
     exports = Exports(3, HandClock(), 10.0)
     exports.open("a")
     exports.close("a")
+    exports.begin_step([make_range("a")])
+    assert exports.layer_done(2) == []
     assert exports.begin_step([make_range("a", in_cache=True)]) == []
-    assert exports.open("a") == []
+    assert exports.open("a") == [Ready(0, (7, 8), 4, 0, 3)]
 
 
 def test_what_is_held_is_bounded() -> None:
