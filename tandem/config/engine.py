@@ -177,6 +177,8 @@ class EngineSpec(Frozen):
         kind, model, layers = self.speculation, self.speculation_model, self.speculation_layers
         if kind == "none" and not self.speculation_adaptive:
             raise ValueError("speculation_adaptive: expected true with speculation none, got false")
+        if kind == "none" and self.speculation_tokens != type(self).model_fields["speculation_tokens"].default:
+            raise ValueError(f"speculation_tokens: expected none with speculation none, got {self.speculation_tokens}")
         if kind != "draft" and self.speculation_weights is not None:
             raise ValueError(
                 f"speculation_weights: expected none with speculation {kind}, got {self.speculation_weights}"
@@ -215,6 +217,13 @@ class EngineSpec(Frozen):
                 f"{self.batching_window_s}: remove it, or set batching to static or dynamic"
             )
         return self
+
+    @property
+    def without_speculation(self) -> EngineSpec:
+        fields = {
+            name: each.default for name, each in type(self).model_fields.items() if name.startswith("speculation")
+        }
+        return self.model_copy(update=fields)
 
     @property
     def collecting_s(self) -> float:

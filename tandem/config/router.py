@@ -154,3 +154,9 @@ class RouterSpec(Frozen):
         if len(set(names)) != len(names):
             raise ValueError(f"classes: expected different names, got {names}")
         return self
+
+    @model_validator(mode="after")
+    def _text_is_of_recordings(self) -> RouterSpec:
+        if self.record_text and self.record is None:
+            raise ValueError("record_text: expected false without record, got true: set record, or remove it")
+        return self
