@@ -11,7 +11,6 @@ import logging
 from collections import deque
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.kvcache.prefix_events import (
@@ -29,7 +28,7 @@ from tandem.kvcache.prefix_events import (
     stream_key,
     wanted_key,
 )
-from tandem.rpc.redis_client import answer, connect
+from tandem.rpc.redis_client import REDIS_ERRORS, answer, connect
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class EventPublisher:
             try:
                 async with asyncio.timeout(1.0):
                     await self._redis.delete(self._stream, self._snapshot, self._wanted)
-            except (RedisError, OSError, TimeoutError):
+            except REDIS_ERRORS:
                 pass  # the keys expire on their own
             await self._redis.aclose()
 
@@ -113,7 +112,7 @@ class EventPublisher:
                     log.info("redis is reachable again")
                 backoff_s, reachable = 0.1, True
                 await self._idle(redis)
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 if reachable:
                     log.warning("redis is not reachable; a snapshot follows when it is", extra={"error": str(error)})
                 reachable = False

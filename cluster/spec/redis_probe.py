@@ -6,10 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from redis.exceptions import RedisError
-
 from tandem.errors import ConfigError
-from tandem.rpc.redis_client import answer, connect
+from tandem.rpc.redis_client import REDIS_ERRORS, answer, connect
 
 TIMEOUT_S = 2.0
 
@@ -25,7 +23,7 @@ def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> str:
             f"redis+cluster://: {error}",
             field="redis.url",
         ) from None
-    except (RedisError, OSError) as error:
+    except REDIS_ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or "no answer in time"
         raise ConfigError(
             f"redis.url: expected a Redis or Valkey at {without_password(url)}, got: {reason}; start it, correct the "

@@ -19,13 +19,12 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 import msgspec
-from redis.exceptions import RedisError
 
 from router.idempotency.answer_log import AnswerLog, Head
 from router.idempotency.keyed_answers import HEADER, KeyedRequest, Produce, is_final, key_reused, not_kept
 from tandem.clock import Clock
 from tandem.errors import AnswerUnderWay, TandemError, error_from_code
-from tandem.rpc.redis_client import answer, connect
+from tandem.rpc.redis_client import REDIS_ERRORS, answer, connect
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class SharedAnswers:
             except _TakenError:
                 is_elsewhere = True
                 continue
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 if not is_elsewhere:
                     return await produce(log)
             found = None if value is None else self._opened(key, value)
@@ -214,7 +213,7 @@ class SharedAnswers:
         task.add_done_callback(self._ends.discard)
 
     async def _write_end(self, key: str, claim: bytes, end: _Shared | None) -> None:
-        with contextlib.suppress(RedisError, OSError):  # then the lease ends by itself
+        with contextlib.suppress(*REDIS_ERRORS):  # then the lease ends by itself
             if await self._value(key) == claim:
                 if end is None:
                     await self._ask(self._redis.delete(key))
@@ -226,7 +225,7 @@ class SharedAnswers:
         owner's lease is renewed once."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*REDIS_ERRORS):
                 value = await self._value(key)
                 if value is None:
                     await self._ask(self._redis.set(key, claim, nx=True, px=self._lease_ms))
@@ -247,7 +246,7 @@ class SharedAnswers:
             raise TimeoutError("Redis failed a moment ago")
         try:
             return await answer(call, self._answer_s)
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             self._rests_until_s = self._clock.now_s() + REST_S
             log.warning("redis is not reachable; idempotency keys hold per router", extra={"error": str(error)})
             raise

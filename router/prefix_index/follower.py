@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
-from redis.exceptions import RedisError
 from redis.typing import KeyT, StreamIdT
 
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
@@ -35,7 +34,7 @@ from tandem.kvcache.prefix_events import (
     stream_key,
     wanted_key,
 )
-from tandem.rpc.redis_client import ANSWER_TIMEOUT_S, answer, connect
+from tandem.rpc.redis_client import ANSWER_TIMEOUT_S, REDIS_ERRORS, answer, connect
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class PrefixFollower:
                 self.connected = True
                 backoff_s = 0.1
             except Exception as error:  # no fault of Redis or its client may end this task
-                if not isinstance(error, RedisError | OSError):
+                if not isinstance(error, REDIS_ERRORS):
                     log.exception("failed to follow the prefix events; retrying")
                 if self.connected:
                     log.warning("redis is not reachable; the prefix index is frozen", extra={"error": str(error)})

@@ -20,7 +20,10 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
 
+# What calls raise while Redis is away. A cluster without nodes raises what is no RedisError.
+REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 DEFAULT_PORT = 6379

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.exceptions
 
 from cluster.spec.redis_probe import check_redis
 from router.testing.index import A1, BINARIES, CHAIN, HasUrl, IndexReplica, RedisServer, publishing, store
 from router.testing.redis_server import HOST, RedisAddress, behind_tls, sharded, watched_pair
 from router.testing.stub_worker import until
 from tandem.errors import ConfigError
+from tandem.rpc.redis_client import REDIS_ERRORS, answer, connect
 
 # redis-py leaves connections of cluster and Sentinel clients to the collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -121,3 +123,25 @@ def test_passwords_are_not_shown() -> None:
         check_redis("redis+sentinel://user:hunter2@127.0.0.1:1,127.0.0.1:2/ours", timeout_s=0.5)
     assert "hunter2" not in caught.value.message
     assert "127.0.0.1:1,127.0.0.1:2" in caught.value.message
+
+
+async def test_a_cluster_of_which_no_node_answers_is_away_like_any_other_redis() -> None:
+    """Its client raises what is no RedisError, which ended workers."""
+    client = connect("redis+cluster://127.0.0.1:1")
+
+    async def in_a_transaction() -> None:
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.set("a", b"1")
+            await answer(pipe.execute())
+
+    with pytest.raises(REDIS_ERRORS):
+        await answer(client.set("a", b"1"))
+    with pytest.raises(REDIS_ERRORS):
+        await in_a_transaction()
+    await client.aclose()
+
+
+def test_every_error_of_the_client_is_known() -> None:
+    found = [each for each in vars(redis.exceptions).values() if isinstance(each, type) and issubclass(each, Exception)]
+    unknown = {each.__name__ for each in found if not issubclass(each, REDIS_ERRORS)}
+    assert unknown == {"ChildDeadlockedError", "IncorrectPolicyType"}, "none says that Redis is away"
