@@ -326,3 +326,9 @@ else may scale one that has none. Args: (root, groups). */ -}}
 {{- define "tandem.nodes" -}}
 {{- . }} node{{ ternary "" "s" (eq (int .) 1) -}}
 {{- end -}}
+
+{{- /* Three quarters of Valkey's memory limit, so that it evicts keys before the kernel ends it. */ -}}
+{{- define "tandem.valkeyMegabytes" -}}
+{{- $limit := default dict .Values.redis.valkey.resources.limits | dig "memory" "" -}}
+{{- if $limit }}{{ max 1 (floor (divf (mulf 0.75 (include "tandem.quantity" $limit | float64)) 1048576.0) | int) }}{{ else }}384{{ end -}}
+{{- end -}}

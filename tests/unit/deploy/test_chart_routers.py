@@ -285,3 +285,23 @@ def test_a_rolling_change_that_would_be_an_outage_is_refused(
     refusal: Callable[..., str], setting: str, said: str
 ) -> None:
     assert said in refusal(*PODS, "--set", setting)
+
+
+def test_budgets_of_ray_pods_name_how_many_stay(render: Render) -> None:
+    """Kubernetes asks a pod's owner how many there are to be, for `maxUnavailable`. A RayCluster cannot tell, and every
+    eviction would be refused."""
+
+    def budgets(*arguments: str) -> dict[str, dict[str, int]]:
+        return {
+            name.removeprefix("test-tandem-"): {key: value for key, value in each["spec"].items() if key != "selector"}
+            for (kind, name), each in render(*PODS, *arguments).items()
+            if kind == "PodDisruptionBudget"
+        }
+
+    found = budgets("--set", "node.replicas=3")
+    assert found["node"] == {"minAvailable": 2}
+    assert found["head"] == {"minAvailable": 0}, "the next head takes over"
+    assert found["router"] == {"maxUnavailable": 1}, "a Deployment can tell"
+    more = "node.replicas=3,nodeGroups[0].name=more,nodeGroups[0].replicas=2"
+    found = budgets("--set", f"{more},disruption.nodes.maxUnavailable=2,disruption.head.maxUnavailable=0")
+    assert (found["node"], found["head"]) == ({"minAvailable": 3}, {"minAvailable": 1})

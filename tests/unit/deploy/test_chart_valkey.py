@@ -172,3 +172,13 @@ def _nodes_of_a_head(command: list[str], env: dict[str, str], address: str) -> s
 def test_nobody_else_is_let_in(address: str, url: str) -> None:
     with pytest.raises((redis.AuthenticationError, redis.exceptions.ResponseError)):
         redis.Redis.from_url(url.format(address)).ping()
+
+
+@pytest.mark.parametrize(
+    ("limits", "megabytes"), [(".memory=512Mi", 384), (".memory=256Mi", 192), (".memory=2Gi", 1536), ("=null", 384)]
+)
+def test_valkey_evicts_keys_before_the_kernel_ends_it(render: Render, limits: str, megabytes: int) -> None:
+    set_limits = ("--set", f"redis.valkey.resources.limits{limits}")
+    manifests = render("--values", str(EXAMPLES / "router-pods.yaml"), *set_limits)
+    (container,) = manifests["Deployment", "test-tandem-valkey"]["spec"]["template"]["spec"]["containers"]
+    assert f"maxmemory {megabytes}mb\n" in "".join(container["args"])
