@@ -158,15 +158,22 @@ class SpecApplier:
         return tuple(changes)
 
     async def _change_routers(self, before: ClusterSpec, after: ClusterSpec) -> None:
-        """If they cannot serve with the new settings, they have the earlier ones again, and so has the spec."""
+        """If they cannot serve with the new settings, they have the earlier ones again, and so has the spec, also if
+        the caller leaves meanwhile."""
+        self._changing = asyncio.create_task(self._changed_routers(before, after))
+        await asyncio.shield(self._changing)
+
+    async def _changed_routers(self, before: ClusterSpec, after: ClusterSpec) -> None:
         try:
             await self._routers.change(after)
-        except TandemError as error:
+        except Exception as error:
             kept = {"router": before.router, "log_level": before.log_level, "log_levels": before.log_levels}
             self.source = SpecSource(after.model_copy(update=kept), self.source.flags)
             self._set_log_levels(before)
             self._on_change()
-            error.message += "; the routers have their earlier settings again"
+            await self._autoscaling.configure(self.source.spec)
+            if isinstance(error, TandemError):
+                error.message += "; the routers have their earlier settings again"
             raise
 
     def _changed_sizes(self, before: ClusterSpec, after: ClusterSpec) -> list[tuple[str, int, int]]:

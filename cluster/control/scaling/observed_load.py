@@ -42,10 +42,12 @@ class ObservedLoad:
 
     def note(self, reports: Mapping[str, tuple[int, trace_pb2.ModelDemand]], now_s: float) -> None:
         """`reports`: by router, the epoch of its counters and their values. Routers that did not answer are missing;
-        their next report includes what they counted meanwhile."""
+        their next report includes what they counted meanwhile. What a router counted before its first report gives
+        means, but no rates: it may be of hours."""
+        is_first, known = not self._seen, {router for router, _ in self._seen}
         for router, (epoch, demand) in reports.items():
             counts = {name: float(getattr(demand, name)) for name in _COUNTERS}
-            before = self._seen.get((router, epoch), {})
+            before = self._seen.get((router, epoch), {} if is_first or router in known else counts)
             for name, count in counts.items():
                 self._totals[name] += max(0.0, count - before.get(name, 0.0))
             self._seen = {key: each for key, each in self._seen.items() if key[0] != router} | {(router, epoch): counts}
@@ -58,6 +60,8 @@ class ObservedLoad:
         decode = [each.decode for each in demands if each.HasField("decode")]
         self._paces = _mean(prefill or decode) or self._paces[0], _mean(decode) or self._paces[1]
         self._update_means()
+        if is_first and reports:
+            self._samples = deque([_Sample(now_s, dict(self._totals))])
 
     def load(self, prefill: Iterable[worker_pb2.WorkerLoad], decode: Iterable[worker_pb2.WorkerLoad]) -> ModelLoad:
         """`prefill`, `decode`: the reports of the workers of each role."""

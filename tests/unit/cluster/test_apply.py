@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import yaml
 
@@ -131,6 +133,33 @@ async def test_settings_that_routers_cannot_serve_with_are_not_kept() -> None:
             await applier.apply("log_level: debug\nrouter: {record: /dev/null/x}", dry_run=False)
     assert applier.source.spec.router == source.spec.router
     assert levels[-1].log_level == source.spec.log_level
+
+
+async def test_settings_refused_after_the_caller_left_are_not_kept_either() -> None:
+    refused = asyncio.Event()
+
+    class Slow(RefusingRouters):
+        async def change(self, spec: ClusterSpec) -> None:
+            await refused.wait()
+            await super().change(spec)
+
+    source, configured = SpecSource(load_spec(None, {}, {}), {}), list[ClusterSpec]()
+
+    class Autoscaling(QuietAutoscaling):
+        async def configure(self, spec: ClusterSpec) -> None:
+            configured.append(spec)
+
+    applier = SpecApplier(FullPools(), Autoscaling(), Slow(), NoAdapters(), source)
+    applying = asyncio.create_task(applier.apply("router: {record: /dev/null/x}", dry_run=False))
+    await asyncio.sleep(0.01)
+    applying.cancel()
+    await asyncio.wait([applying])
+    refused.set()
+    async with asyncio.timeout(10):
+        while applier.source.spec.router != source.spec.router:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.001)
+    assert configured[-1].router == source.spec.router, "the autoscaler keeps none of them"
 
 
 async def test_an_error_lists_the_changes_made_before_it() -> None:

@@ -42,7 +42,18 @@ def test_a_router_that_began_anew_or_did_not_answer_loses_nothing_and_adds_nothi
     observed.note({}, 2.0)
     observed.note({"r0": (1, demand(16))}, 3.0)
     observed.note({"r0": (2, demand(3))}, 4.0)  # its counters began anew
-    assert observed.load([], []).requests_per_s == pytest.approx((16 + 3) / 4)
+    assert observed.load([], []).requests_per_s == pytest.approx((6 + 3) / 3)
+
+
+def test_what_routers_counted_before_they_were_first_seen_is_no_load_now() -> None:
+    """As after the controller was replaced, or a changed spec: rates of hours would be taken for those of a second."""
+    observed = ObservedLoad(0.0)
+    observed.note({"r0": (1, demand(100_000))}, 2.0)
+    load = observed.load([], [])
+    assert (load.requests_per_s, load.uncached_tokens, load.answer_tokens) == (0, 75, 40)
+    observed.note({"r0": (1, demand(100_004)), "r1": (1, demand(50_000))}, 4.0)  # r1 did not answer before
+    observed.note({"r0": (1, demand(100_008)), "r1": (1, demand(50_006))}, 6.0)
+    assert observed.load([], []).requests_per_s == pytest.approx((8 + 6) / 4)
 
 
 def test_while_nothing_comes_the_means_stay_and_the_rate_falls_to_nothing() -> None:
