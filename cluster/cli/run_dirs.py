@@ -53,9 +53,14 @@ def ray_base() -> Path:
 def sweep(base: Path) -> None:
     """Removes folders `NAME-PID` of dead processes, which a killed controller leaves behind."""
     for folder in base.iterdir():
-        pid = folder.name.rpartition("-")[2]
-        if pid.isdigit() and not _is_running(int(pid)):
+        if owner_runs(folder) is False:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def owner_runs(folder: Path) -> bool | None:
+    """Whether the process runs whose pid ends a folder's name; None: none does."""
+    pid = folder.name.rpartition("-")[2]
+    return _is_running(int(pid)) if pid.isdecimal() else None
 
 
 def _is_running(pid: int) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.cli.run_dirs import owner_runs
 from tandem.errors import ConfigError, UnavailableError
 from tandem.files import replace_file
 
@@ -69,12 +70,20 @@ def state_dir() -> Path:
 
 
 def new_log_dir(cluster: str) -> Path:
-    """The log folder of this process's cluster. Keeps the last KEPT_LOGS earlier ones."""
+    """The log folder of this process's cluster. Keeps those of running clusters, and the last KEPT_LOGS others."""
     logs = state_dir() / "logs"
     with _writing(logs):
-        for old in sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+        ended = [path for path in logs.iterdir() if not owner_runs(path)]
+        for old in sorted(ended, key=_changed_s)[:-KEPT_LOGS]:
             shutil.rmtree(old, ignore_errors=True)
     return logs / f"{cluster}-{os.getpid()}"
+
+
+def _changed_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # another start has removed it
+        return 0.0
 
 
 def read(name: str) -> ClusterState | None:

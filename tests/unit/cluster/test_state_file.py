@@ -102,6 +102,16 @@ def test_a_folder_that_cannot_be_written_is_named(what: str, tmp_path: Path, mon
         state_file.new_log_dir("tandem") if what == "logs" else state_file.written(mine()).__enter__()
 
 
+def test_logs_of_running_clusters_are_kept_however_old() -> None:
+    logs = state_file.state_dir() / "logs"
+    running, ended = logs / f"long-{os.getppid()}", [logs / f"short-{(1 << 22) + number}" for number in range(15)]
+    for age_s, folder in enumerate([*reversed(ended), running]):
+        folder.mkdir(parents=True)
+        os.utime(folder, (1000 - age_s, 1000 - age_s))
+    state_file.new_log_dir("tandem")
+    assert {each.name for each in logs.iterdir()} == {running.name, *(each.name for each in ended[-10:])}
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
