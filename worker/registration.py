@@ -15,6 +15,7 @@ from tandem.engine.api import AdapterFiles
 from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
@@ -61,7 +62,7 @@ class Registration:
         while True:
             try:
                 address = self._launch.controller_address
-                async with open_channel(address, self._tls, Identity.CONTROLLER) as channel:
+                async with open_channel(address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
                     self._changed.clear()  # a change from here on needs another registration
                     # With TLS a retry opens a new channel: an open one keeps its certificate after a renewal.

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 REFETCH_S = 300.0
+MOST_POLLS = 32  # between two tries to read a content that could not be read
 RETRY_S = 10.0  # the least time between two fetches because of unknown keys or failed fetches
 
 
@@ -43,12 +44,20 @@ class WatchedFile:
         self._clock = clock
         self._loaded = self._identity()
         self._failed: Identity | Literal["none"] = "none"  # what was logged as unreadable
+        self._tries = 0  # to read that
+        self._polls = 0  # since the last of them
         read(path)
         self.current_s = clock.now_s()
 
     def poll(self) -> None:
-        """Reads the file if it has changed, and again while it cannot be read."""
+        """Reads the file if it has changed, and again while it cannot be read, ever more rarely."""
         if (identity := self._identity()) != self._loaded or identity is None:
+            if identity != self._failed:
+                self._tries = self._polls = 0
+            self._polls += 1
+            if self._polls < min(1 << self._tries, MOST_POLLS):
+                return
+            self._polls, self._tries = 0, self._tries + 1
             if (error := self._error()) is not None:
                 if identity != self._failed:
                     log.error("%s; the content loaded before stays in use", error)
@@ -180,4 +189,4 @@ class KeyRefresh:
         while True:
             await asyncio.sleep(self._poll_s)
             for file in self._files:
-                file.poll()
+                await asyncio.to_thread(file.poll)  # thousands of keys take seconds

@@ -18,6 +18,7 @@ from tandem.files import replace_file
 
 FIELD = "security.auth.keys_file"
 MAX_FILE_BYTES = 64 << 20
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _HEAD = "# API keys of a Tandem cluster, written by `tandem keys`. Hashes only: a lost key cannot be recovered.\n"
 
 
@@ -32,7 +33,7 @@ def read_keys(path: Path) -> KeyList:
     if len(data) > MAX_FILE_BYTES:
         raise _fault(path, f"expected at most {MAX_FILE_BYTES} bytes")
     try:
-        return KeyList.model_validate(yaml.safe_load(data) or {})
+        return KeyList.model_validate(yaml.load(data, _Loader) or {})
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         raise _fault(path, "expected YAML") from None  # a parser's text could repeat secrets of the file
     except ValidationError as error:
