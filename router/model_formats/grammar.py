@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -22,6 +22,7 @@ Tools = Mapping[str, Schema]  # the JSON Schema of each tool's arguments
 _COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "(.|\\n)*"
 # What the schema of an object may have where each property has a text of its own.
+_DEFINED = ("#/$defs/", "#/definitions/")
 _OF_OBJECTS = frozenset(
     [
         "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description",
@@ -211,11 +212,33 @@ def parameters(schema: Schema, readable: re.Pattern[str], where: str) -> list[tu
             "digits and _",
             field="tools",
         )
+    if foreign := next((each for each in _references(schema) if not each.startswith(_DEFINED)), None):
+        raise InputError(
+            f"tools: {where}: $ref: expected one to #/$defs, because this model's calls are not JSON and each property "
+            f"has a text of its own, got {foreign[:80]!r}",
+            field="tools",
+        )
+    if never := next((each for each in required if properties[each] is False), None):
+        raise InputError(f"tools: {where}: {never[:80]!r} is required, and its schema allows nothing", field="tools")
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [
         (name, _with(each, definitions) if isinstance(each, Mapping) else {}, name in required)
         for name, each in properties.items()
+        if each is not False
     ]
+
+
+def _references(schema: object) -> Iterator[str]:
+    """The targets of all `$ref` in a schema."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            if isinstance(target := each.get("$ref"), str):
+                yield target
+            waiting.extend(each.values())
+        elif isinstance(each, list | tuple):
+            waiting.extend(each)
 
 
 def _with(schema: Schema, definitions: Schema) -> Schema:

@@ -83,7 +83,7 @@ def kept_tokens(formats: Formats, special: Mapping[str, int]) -> frozenset[int]:
     texts: list[str] = []
     if formats.tools is not None:
         formats.tools.grammar(lark, _SAMPLE, Mode.AUTO, is_parallel=True)
-        texts += formats.tools.triggers
+        texts += [*formats.tools.triggers, *formats.tools.other_marks]
     if formats.reasoning is not None:
         texts += [formats.reasoning.begin, formats.reasoning.end]
     for text in texts:

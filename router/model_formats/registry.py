@@ -116,7 +116,7 @@ def formats_of(
     if reasoning_parser != AUTO:
         reasoning = None if reasoning_parser == NONE else reasoning_format(reasoning_parser)
     knows_none = template is not None and "tools" not in template.variables
-    if knows_none and tools is None and tool_parser == AUTO:
+    if knows_none and tool_parser == AUTO:  # also if it has the marks of another format, as for calls of the past
         tools = HERMES
     return Formats(tools, reasoning, is_described=knows_none and tools is HERMES)
 

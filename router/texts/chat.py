@@ -184,8 +184,17 @@ def tool_result(call_id: str | None, calls: Collection[str], text: str, where: s
 
 def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages for a template that knows no tools; both as templates read them. Tools are described to the model in a
-    system message, and calls and their results become text, as Hermes writes them."""
-    plain = [_as_text(each) for each in messages]
+    system message, and calls and their results become text, as Hermes writes them. Results and a text next to them
+    become one message, because many templates demand that user and assistant alternate."""
+    plain: list[dict[str, Any]] = []
+    was_result = False
+    for each in messages:
+        text, is_result = _as_text(each), each["role"] == "tool"
+        if plain and plain[-1]["role"] == text["role"] == "user" and (was_result or is_result):
+            plain[-1]["content"] = f"{plain[-1]['content']}\n{text['content']}"
+        else:
+            plain.append(text)
+        was_result = is_result
     if not tools:
         return plain
     text = _DESCRIPTION.format(tools="\n".join(map(_json, tools)))

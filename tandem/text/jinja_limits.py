@@ -98,6 +98,7 @@ _FILTERS: Final = frozenset((
 # fmt: on
 _GLOBALS: Final = ("dict", "namespace", "range", "cycler", "joiner")
 _MAX_INDENT: Final = 64
+_MAX_SEPARATORS: Final = 8
 _MAX_BITS: Final = 2048
 _FORMAT_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\d{4,}|\*)")
 
@@ -166,12 +167,23 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         check_size(len(whole) + whole.count(old) * len(new), self._limits)
         return whole.replace(old, new, count)
 
-    def _to_json(self, value: object, indent: int | None = None) -> str:
-        """Plain JSON without HTML escapes, as chat templates expect."""
+    def _to_json(
+        self,
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Plain JSON without HTML escapes, with the parameters of transformers' filter."""
         self._measure(value)
         if indent is not None and not 0 <= indent <= _MAX_INDENT:
             raise LimitExceeded(f"an indent of {_MAX_INDENT}")
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+        if separators is not None and sum(map(len, separators)) > _MAX_SEPARATORS:
+            raise LimitExceeded(f"separators of {_MAX_SEPARATORS} characters")
+        return json.dumps(
+            value, ensure_ascii=bool(ensure_ascii), indent=indent, separators=separators, sort_keys=bool(sort_keys)
+        )
 
     def _indent(self, text: object, width: int = 4, first: bool = False, blank: bool = False) -> str:
         if not isinstance(width, int) or not 0 <= width <= _MAX_INDENT:

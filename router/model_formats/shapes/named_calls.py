@@ -43,6 +43,10 @@ class NamedCalls(ToolFormat):
     is_numbered: bool = False
 
     @property
+    def other_marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.id_mark, *self.arguments, *self.ends, *(self.section_marks or ()))
+
+    @property
     def triggers(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.section_marks[0], self.begin) if self.section_marks else (self.begin,)
 

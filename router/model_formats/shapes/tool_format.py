@@ -10,10 +10,12 @@ from router.model_formats.reader import Markers, Reader, Steps
 
 
 class ToolFormat(ABC):
-    """Args: `triggers`: the markers that calls may begin with. `is_bare`: calls may begin an answer without one."""
+    """Args: `triggers`: the markers that calls may begin with. `other_marks`: those that may follow, but that the
+    grammar need not write. `is_bare`: calls may begin an answer without a trigger."""
 
     name: str
     triggers: tuple[str, ...]
+    other_marks: tuple[str, ...] = ()
     is_bare: bool = False
 
     @cached_property
@@ -67,6 +69,7 @@ class Either(ToolFormat):
         self.name = name
         self._formats = formats
         self.triggers = tuple(dict.fromkeys(trigger for each in formats for trigger in each.triggers))
+        self.other_marks = tuple(mark for each in formats for mark in each.other_marks)
         self.is_bare = any(each.is_bare for each in formats)
 
     def calls(self, reader: Reader, tools: Tools, is_first: bool) -> Steps[bool]:

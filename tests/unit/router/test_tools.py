@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.edge import http
+from router.texts.chat import described
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
@@ -456,3 +457,19 @@ class TestResponses:
     ) -> None:
         reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+def test_results_and_a_text_next_to_them_are_one_message_for_templates_that_alternate() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},  # as the client sent them
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "user", "content": "and?"},
+    ]
+    plain = described(messages, [])
+    assert [each["role"] for each in plain] == ["user", "user", "assistant", "user"]
+    results = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert plain[-1]["content"] == f"{results}\nand?"

@@ -45,8 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def marks(answer: Answer) -> frozenset[str]:
     tools, reasoning = answer.formats.tools, answer.formats.reasoning
-    found = {*(tools.triggers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())}
-    return frozenset(each for each in found if each[0] in "<[" and len(each) > 1)
+    of_calls = (*tools.triggers, *tools.other_marks) if tools else ()
+    found = {*of_calls, *((reasoning.begin, reasoning.end) if reasoning else ())}
+    return frozenset(each for each in found if each[:1] in "<[" and len(each) > 1)
 
 
 def streamed(decoder: KeptTokens, prompt: list[int], tokens: list[int], random: Random) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ import pytest
 
 from router.model_formats.custom_input import InputDecoder, input_schema
 from router.model_formats.events import CallArguments
-from router.model_formats.grammar import FreeArguments, GrammarText, Mode
+from router.model_formats.grammar import FreeArguments, GrammarText, Mode, parameters
 from router.model_formats.parser import AnswerParser, grammar
 from router.model_formats.reasoning import REASONINGS
 from router.model_formats.registry import TOOL_FORMATS, Formats
@@ -342,3 +343,23 @@ def test_the_parser_reads_what_a_grammar_allows(model: Model, format: str, mode:
         assert (call.name, call.arguments) == ("get_weather", {"city": content, "days": 2})
     else:
         assert format in ("glm", "minimax_m2", "qwen3_coder")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"tree": {"items": {"$ref": "#"}}}}, r"\$ref: expected one to #/\$defs, .* got '#'"),
+        ({"properties": {"a": {}, "b": {"$ref": "#/properties/a"}}}, "got '#/properties/a'"),
+        ({"properties": {"a": False}, "required": ["a"]}, "'a' is required, and its schema allows nothing"),
+    ],
+    ids=["the whole", "another property", "never"],
+)
+def test_a_property_that_its_own_text_could_not_be_held_to_is_refused(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parameters({"type": "object", **schema}, re.compile(r"\w+"), "f")
+
+
+def test_a_property_that_may_never_be_there_is_left_out_and_definitions_are_known() -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/n"}, "never": False}, "$defs": {"n": {"type": "integer"}}}
+    [(name, own, is_required)] = parameters(schema, re.compile(r"\w+"), "f")
+    assert (name, own["$ref"], own["$defs"], is_required) == ("a", "#/$defs/n", schema["$defs"], False)

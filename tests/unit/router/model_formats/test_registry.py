@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from router.model_formats.reasoning import REASONINGS
-from router.model_formats.registry import TOOL_FORMATS, choose, reasoning_format, tool_format
+from router.model_formats.registry import TOOL_FORMATS, choose, formats_of, reasoning_format, tool_format
 from tandem.errors import ConfigError
+from tandem.text.chat_template import ChatTemplate
 
 # The words of published templates by which their format is known.
 TEMPLATES = [
@@ -41,6 +42,21 @@ def test_a_template_tells_its_formats(source: str, tools: str | None, reasoning:
     found = choose(source)
     assert (found.tools.name if found.tools else None) == tools
     assert (found.reasoning.name if found.reasoning else None) == reasoning
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m['tools'] %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>```json {{ messages }}",
+    ],
+    ids=["of a message", "of the past"],
+)
+def test_tools_are_described_to_a_template_that_shows_no_tools_though_it_has_marks_of_calls(source: str) -> None:
+    found = formats_of(ChatTemplate(source), "Phi3ForCausalLM")
+    assert (found.tools, found.is_described) == (TOOL_FORMATS["hermes"], True)
+    named = formats_of(ChatTemplate(source), "Phi3ForCausalLM", tool_parser="phi4")
+    assert (named.tools, named.is_described) == (TOOL_FORMATS["phi4"], False)
 
 
 def test_every_format_is_chosen_by_some_template() -> None:
