@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvtransfer.session.reshard import check_compatible
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.rope_config import LongRopeScaling
 from tandem.config.model import ModelSpec, Role
 from tandem.errors import ConfigError, IncompatiblePools
 from tandem.kvcache.layout import cell_width
@@ -42,12 +43,33 @@ def check_handoff(spec: ModelSpec, config: ModelConfig) -> None:
                 f"{field}: expected the same for both roles, because KV depends on it: set it in engine.{name}",
                 field=field,
             )
+    _check_rotation(spec, config)
     try:
         check_compatible(prefill, decode)
     except IncompatiblePools as error:
         if error.field is None:  # the widths, which the message names
             raise
         raise _handoff_refusal(spec, error.field) from None
+
+
+def _check_rotation(spec: ModelSpec, config: ModelConfig) -> None:
+    """LongRoPE turns keys by the longest context that is served."""
+    ropes = (config.traits.rope, config.traits.window_rope)
+    originals = {
+        each.scaling.original_max_position_tokens
+        for each in ropes
+        if each is not None and isinstance(each.scaling, LongRopeScaling)
+    }
+    served = {role: spec.engine_of(role).max_model_tokens or config.max_position_tokens for role in Role}
+    for original in originals:
+        if len({tokens > original for tokens in served.values()}) > 1:
+            field = max((spec.engine_field(role, "max_model_tokens") for role in Role), key=len)
+            told = " and ".join(f"{tokens} on {role.value} workers" for role, tokens in served.items())
+            raise ConfigError(
+                f"{field}: expected more than {original} for both roles, or for neither, because this model turns the "
+                f"keys of longer contexts otherwise, got {told}",
+                field=field,
+            )
 
 
 def _role_layout(spec: ModelSpec, role: Role, config: ModelConfig) -> _RoleLayout:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from cluster.devices import Gpu, GpuReport
 from cluster.spec import resolve as resolve_module
+from cluster.spec.kv_layouts import check_handoff
 from cluster.spec.resolve import (
     ACTOR_BYTES,
     RAY_BYTES,
@@ -28,6 +30,7 @@ from cluster.spec.resolve import (
     resolve,
     resolve_models,
 )
+from tandem.checkpoint.rope_config import LongRopeScaling
 from tandem.config.model import ModelSpec
 from tandem.config.spec import ClusterSpec
 from tandem.config.speculation_heads import HEAD_FILES
@@ -320,6 +323,28 @@ def test_roles_whose_kv_pools_differ_are_refused_by_the_field(
     with pytest.raises(ConfigError, match=text) as refused:
         resolve(spec.model_copy(update={"models": (changed,)}), quiet)
     assert refused.value.field == field
+
+
+def test_roles_whose_contexts_turn_keys_differently_are_refused(make_spec: MakeSpec) -> None:
+    """LongRoPE has other factors for contexts beyond the original one, and a handoff does not see them."""
+    (model,) = resolve(make_spec(), quiet).models
+    scaling = LongRopeScaling((1.0,), (2.0,), 512, 1.0)
+    rope = replace(model.config.traits.rope, scaling=scaling)
+    config = replace(model.config, traits=replace(model.config.traits, rope=rope))
+
+    def of(prefill: int | None, decode: int | None) -> ModelSpec:
+        roles = {
+            "prefill": {"engine": {"max_model_tokens": prefill}},
+            "decode": {"engine": {"max_model_tokens": decode}},
+        }
+        return ModelSpec.model_validate(model.spec.model_dump() | roles)
+
+    for alike in ((None, None), (256, 512), (1024, None)):
+        check_handoff(of(*alike), config)
+    with pytest.raises(ConfigError, match="more than 512 for both roles, or for neither") as refused:
+        check_handoff(of(None, 512), config)
+    assert refused.value.field == "decode.engine.max_model_tokens"
+    check_handoff(of(None, 512), model.config)
 
 
 def test_roles_may_differ_in_what_a_handoff_does_not_see(make_spec: MakeSpec) -> None:
