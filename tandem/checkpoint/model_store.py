@@ -44,6 +44,7 @@ _HUB_FILES: Final = (
     "1_Pooling/config.json",
     "2_Dense/config.json",
 )
+_HUB_IGNORED: Final = ("*/*.safetensors", "*/*.safetensors.index.json")  # of other formats, in folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +260,17 @@ def _missing_bytes(name: str) -> int | None:
         files = [each for each in HfApi().list_repo_tree(name) if isinstance(each, RepoFile)]
     except Exception:  # as in _hub_snapshot
         return None
-    wanted = [each for each in files if any(fnmatch(each.path, pattern) for pattern in _HUB_FILES)]
+    wanted = [each for each in files if _is_wanted(each.path)]
     hub = cache_dir() / "hub"
     missing = sum(each.size for each in wanted if not isinstance(try_to_load_from_cache(name, each.path, hub), str))
     begun = (hub / f"models--{name.replace('/', '--')}").rglob("*.incomplete")  # a download goes on from there
     return max(0, missing - sum(path.stat().st_size for path in begun))
+
+
+def _is_wanted(path: str) -> bool:
+    """As the hub's client decides."""
+    taken, ignored = (any(fnmatch(path, each) for each in patterns) for patterns in (_HUB_FILES, _HUB_IGNORED))
+    return taken and not ignored
 
 
 def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_files_only: bool = False) -> Path | None:
@@ -274,7 +281,7 @@ def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_fi
         folder = snapshot_download(
             name,
             allow_patterns=list(patterns),
-            ignore_patterns=["*/*"],
+            ignore_patterns=list(_HUB_IGNORED),
             cache_dir=cache_dir() / "hub",
             local_files_only=local_files_only,
         )

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
+from tandem.checkpoint import model_store
 from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.model_store import pull, resolve
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
@@ -146,3 +148,13 @@ def test_the_demo_model_is_not_downloaded_without_room(cache: Path) -> None:
     with pytest.raises(InsufficientMemory, match=r"expected 619 MiB free in .*cache for smollm2-135m, got 1 MiB"):
         pull("smollm2-135m", volume_bytes=1 << 20)
     assert not cache.exists()
+
+
+def test_a_pull_takes_the_files_that_say_how_a_model_embeds_and_no_other_formats() -> None:
+    files = ["config.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json"]
+    others = ["onnx/model.safetensors", "pytorch_model.bin", "2_Dense/model.safetensors", "onnx/config.json"]
+    taken = filter_repo_objects(
+        files + others, allow_patterns=list(model_store._HUB_FILES), ignore_patterns=list(model_store._HUB_IGNORED)
+    )
+    assert list(taken) == files
+    assert list(filter(model_store._is_wanted, files + others)) == files
