@@ -172,6 +172,8 @@ def build_rank(
         host = HostPool(slots, pool) if slots else None
         drafter = drafts.make(pool) if drafts is not None and drafts.make is not None else None
         records = drafts is None or not drafts.needs_hidden
+        if records and group is not None and not group.least(int(_can_record(paged))):
+            records = False  # all ranks do, or none
         graphs = _record(model, pool, paged, spec, max_model_tokens) if records else None
     runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs, drafter=drafter)
     leader = None
@@ -222,6 +224,10 @@ def _run_largest(
     for step in largest_steps(spec, max_model_tokens):
         if (launched := runner.launch(step)) is not None:
             launched.wait()
+
+
+def _can_record(paged: PagedPath | None) -> bool:
+    return paged is not None and paged.kernel is not None and paged.recorder is not None
 
 
 def _record(

@@ -408,13 +408,16 @@ class Scheduler:
         A request that shares its beginning with one being computed keeps waiting in this step.
         """
         exports: list[ExportRange] = []
+        if not self._waiting:
+            return exports
         followers = 0  # at the front of the queue
+        most_running = self.max_running_requests - self.reserved  # those that join or go on need a place
         # Start no request while another lacks blocks, or a preempted one would take them back at once.
         while (
             len(self._waiting) > followers
             and budget
             and not self._short_of_blocks
-            and len(self._running) < self.max_running_requests
+            and len(self._running) < most_running
         ):
             sequence = self._waiting[followers]
             try:

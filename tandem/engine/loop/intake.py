@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 from tandem.clock import Clock
@@ -36,11 +37,13 @@ class Intake:
             self.check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
         if not 0 <= request.answered_tokens < len(request.prompt):
             raise InputError("answer_tokens: expected fewer tokens than the prompt has", field="answer_tokens")
+        # A checkpoint may name ids that no token has; they never come, and min_tokens forbids the others.
+        stops = frozenset(each for each in request.sampling.stop_token_ids if 0 <= each < self._vocab_size)
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt),
             prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
+            sampling=replace(request.sampling, stop_token_ids=stops),
             hash_key=request.hash_key,
             block_tokens=self._scheduler.block_tokens,
             arrival=next(self._arrivals),

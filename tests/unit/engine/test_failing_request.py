@@ -243,3 +243,13 @@ def test_a_gpus_host_may_fail_for_one_request(make: Callable[..., Rank]) -> None
     assert isinstance(driver.ends["poisoned"], InternalError)
     assert not isinstance(driver.ends["poisoned"], WorkerLost)
     assert driver.at_rest()
+
+
+def test_a_stop_token_that_the_vocabulary_lacks_never_comes_and_harms_nothing(make: Callable[..., Rank]) -> None:
+    """A checkpoint may name one, and min_tokens forbids all of them: on a GPU the worker would end."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=3, stop_token_ids=frozenset({2, 10**6}))
+    driver = EngineDriver(make().engine)
+    driver.add("r", random_prompt(20, VOCAB), sampling)
+    driver.run()
+    assert len(driver.tokens["r"]) >= 3
+    assert driver.at_rest()

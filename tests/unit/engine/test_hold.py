@@ -118,3 +118,22 @@ def test_a_request_without_room_waits_for_the_blocks_of_one_that_moves(
     driver.engine.cancel("moves")
     driver.run()
     assert driver.tokens["grows"] == reference.answer(prompt(30), GREEDY)
+
+
+def test_a_held_request_finds_a_place_when_it_goes_on(make: Callable[..., Rank]) -> None:
+    """Otherwise more requests would run than the worker was made for."""
+    driver = EngineDriver(make(max_running_requests=2).engine)
+    driver.add("a", prompt(20), GREEDY)
+    driver.add("b", prompt(33), GREEDY)
+    steps(driver, "b", 2)
+    assert driver.engine.hold("a")
+    driver.add("c", prompt(17), GREEDY)
+    for _ in range(3):
+        driver.take(driver.engine.step())
+    assert "c" not in driver.tokens
+    driver.engine.resume("a")
+    most = 0
+    while driver.engine.has_work:
+        driver.take(driver.engine.step())
+        most = max(most, driver.engine.load().running_requests)
+    assert (most, len(driver.tokens["c"])) == (2, GREEDY.max_tokens)
