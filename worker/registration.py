@@ -14,8 +14,8 @@ from tandem.config.launch import WorkerLaunch
 from tandem.engine.api import AdapterFiles
 from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_errors import error_from_rpc
-from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import CONTROL_BEFORE_RANGES, CONTROL_VERSIONS, common_version, stated_versions
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc

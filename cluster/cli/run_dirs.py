@@ -7,8 +7,7 @@ import shutil
 import stat
 from pathlib import Path
 
-import psutil
-
+from cluster.cli.state_file import owner_runs
 from tandem.errors import ConfigError
 
 UNIX_PATH_BYTES = 107
@@ -55,19 +54,6 @@ def sweep(base: Path) -> None:
     for folder in base.iterdir():
         if owner_runs(folder) is False:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def owner_runs(folder: Path) -> bool | None:
-    """Whether the process runs whose pid ends a folder's name; None: none does."""
-    pid = folder.name.rpartition("-")[2]
-    return _is_running(int(pid)) if pid.isdecimal() else None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container, a zombie may never be reaped
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _fresh(own: Path) -> Path:

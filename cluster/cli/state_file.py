@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.cli.run_dirs import owner_runs
+import psutil
+
 from tandem.errors import ConfigError, UnavailableError
 from tandem.files import replace_file
 
@@ -77,6 +78,17 @@ def new_log_dir(cluster: str) -> Path:
         for old in sorted(ended, key=_changed_s)[:-KEPT_LOGS]:
             shutil.rmtree(old, ignore_errors=True)
     return logs / f"{cluster}-{os.getpid()}"
+
+
+def owner_runs(folder: Path) -> bool | None:
+    """Whether the process runs whose pid ends a folder's name; None: no pid ends it."""
+    pid = folder.name.rpartition("-")[2]
+    if not pid.isdecimal():
+        return None
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE  # in a container, one may never be reaped
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _changed_s(folder: Path) -> float:

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -18,8 +19,16 @@ from tandem.files import replace_file
 
 FIELD = "security.auth.keys_file"
 MAX_FILE_BYTES = 64 << 20
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _HEAD = "# API keys of a Tandem cluster, written by `tandem keys`. Hashes only: a lost key cannot be recovered.\n"
+
+
+def _load(data: bytes) -> Any:
+    """As `yaml.safe_load`, ten times as fast where PyYAML has its parser in C. Raises YAMLError."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(data)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def read_keys(path: Path) -> KeyList:
@@ -33,7 +42,7 @@ def read_keys(path: Path) -> KeyList:
     if len(data) > MAX_FILE_BYTES:
         raise _fault(path, f"expected at most {MAX_FILE_BYTES} bytes")
     try:
-        return KeyList.model_validate(yaml.load(data, _Loader) or {})
+        return KeyList.model_validate(_load(data) or {})
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         raise _fault(path, "expected YAML") from None  # a parser's text could repeat secrets of the file
     except ValidationError as error:

@@ -189,11 +189,11 @@ def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     plain: list[dict[str, Any]] = []
     was_result = False
     for each in messages:
-        text, is_result = _as_text(each), each["role"] == "tool"
-        if plain and plain[-1]["role"] == text["role"] == "user" and (was_result or is_result):
-            plain[-1]["content"] = f"{plain[-1]['content']}\n{text['content']}"
+        shown, is_result = _as_text(each), each["role"] == "tool"
+        if plain and plain[-1]["role"] == shown["role"] == "user" and (was_result or is_result):
+            plain[-1]["content"] = f"{plain[-1]['content']}\n{shown['content']}"
         else:
-            plain.append(text)
+            plain.append(shown)
         was_result = is_result
     if not tools:
         return plain

@@ -461,7 +461,7 @@ class TestResponses:
 
 def test_results_and_a_text_next_to_them_are_one_message_for_templates_that_alternate() -> None:
     call = {"function": {"name": "f", "arguments": {}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": "b"},  # as the client sent them
         {"role": "assistant", "content": "", "tool_calls": [call, call]},

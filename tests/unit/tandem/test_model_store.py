@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from tandem.checkpoint import model_store
 from tandem.checkpoint.cache import cache_dir
