@@ -182,7 +182,7 @@ class TestTools:
                 'Let me see. \n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
                 "<tool_response>\nIt rains.\n</tool_response>",
                 "<tool_response>\nError: no clock\n</tool_response>",
-                "user\nGo on.",
+                "</tool_response>\nGo on.",
             )
         ]
         assert places == sorted(places)

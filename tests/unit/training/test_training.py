@@ -51,10 +51,9 @@ def test_what_was_fitted_is_accepted(model: Path, prompts: Path, tmp_path: Path,
     result = train(kind, "-o", folder, "--model", model, "--prompts", prompts, *QUICK)
     assert result.exit_code == 0, result.output
     assert "not fitted to" in result.output
-    options = {"weights": "int8", "speculation_tokens": 4}  # the weights that gave the answers
-    rank = single_rank(
-        model, tmp_path / "rendezvous", None, None, speculation=kind, speculation_model=str(folder), **options
-    )
+    drafting = {"speculation": kind, "speculation_model": str(folder), "speculation_tokens": 4}
+    weights = {"weights": "int8"}  # that gave the answers
+    rank = single_rank(model, tmp_path / "rendezvous", None, None, **weights, **drafting)
     speculator = rank.engine.speculator
     assert speculator is not None
     for tokens in (1, 2, 3, 9) * 20:  # more tokens cost nearly nothing
@@ -65,7 +64,7 @@ def test_what_was_fitted_is_accepted(model: Path, prompts: Path, tmp_path: Path,
     prompt = Tokenizer.load(model).encode(text.render([{"role": "user", "content": PROMPT}]), add_special_tokens=False)
     drivers = (
         EngineDriver(rank.engine),
-        EngineDriver(single_rank(model, tmp_path / "plain", None, None, **options).engine),
+        EngineDriver(single_rank(model, tmp_path / "plain", None, None, **weights).engine),
     )
     for driver in drivers:
         driver.add("r", prompt, SamplingParams(temperature=0.0, max_tokens=100))
