@@ -208,7 +208,7 @@ class Leader:
         try:
             first = worker_pb2.RouterFrame.FromString(raw)
         except DecodeError as error:
-            self._count_frame(session)
+            self._requests.outbox.count_frame(session)
             self._requests.refuse(session, "", InputError(f"frame: expected a RouterFrame: {error}"))
             return
         for frame in (first, *first.more):
@@ -216,7 +216,7 @@ class Leader:
 
     def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         """A bad frame fails its own request, never the worker."""
-        self._count_frame(session)
+        self._requests.outbox.count_frame(session)
         try:
             self._roles.on_frame(session, frame)
         except TandemError as error:
@@ -226,10 +226,6 @@ class Leader:
             request_id, typed = _request_id(frame), RequestFailed.by(error)
             if not self._roles.end(session, request_id, typed):
                 self._requests.refuse(session, request_id, typed)
-
-    def _count_frame(self, session: int) -> None:
-        if session in self._requests.sessions:
-            self._requests.outbox.count_frame(session)
 
     def _state(self) -> worker_pb2.WorkerState:
         return worker_pb2.WorkerState(

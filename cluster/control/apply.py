@@ -160,8 +160,12 @@ class SpecApplier:
     async def _change_routers(self, before: ClusterSpec, after: ClusterSpec) -> None:
         """If they cannot serve with the new settings, they have the earlier ones again, and so has the spec, also if
         the caller leaves meanwhile."""
-        self._changing = asyncio.create_task(self._changed_routers(before, after))
-        await asyncio.shield(self._changing)
+        changing = asyncio.create_task(self._changed_routers(before, after))
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            await asyncio.wait([changing])  # under the lock: its end may change the spec
+            raise
 
     async def _changed_routers(self, before: ClusterSpec, after: ClusterSpec) -> None:
         try:

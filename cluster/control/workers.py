@@ -250,9 +250,9 @@ class Workers:
         await asyncio.gather(task, return_exceptions=True)
         try:
             await self._backend.release(worker_id)
+            await self._channels.forget(worker_id)
         finally:
             del self._leaving[worker_id]
-        await self._channels.forget(worker_id)
         self.on_change()
         self.announce(f"{worker_id} left the cluster")
 

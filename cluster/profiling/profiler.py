@@ -94,10 +94,10 @@ class Profiler:
         for batch in BESIDE_BATCHES:
             for chunk in BESIDE_CHUNKS:
                 needed = batch * (2 * BESIDE_CONTEXT + 4 * REPEATS) + 2 * chunk
-                is_possible = batch < max(self._grid.batches) and chunk <= max(self._grid.chunks)
-                if not is_possible or max(2 * BESIDE_CONTEXT, chunk + 2) > self._measured.max_model_tokens:
-                    continue
-                if needed > self._capacity:
+                fits = (
+                    max(2 * BESIDE_CONTEXT, chunk + 2) <= self._measured.max_model_tokens and needed <= self._capacity
+                )
+                if not fits or batch >= max(self._grid.batches) or chunk > max(self._grid.chunks):
                     continue
                 engine = self._measured.engine(max(batch * BESIDE_CONTEXT, batch + chunk))
                 begun, took = self._begin(engine, batch, BESIDE_CONTEXT, 3 * REPEATS), list[float]()

@@ -21,7 +21,7 @@ from tandem.text.words import plural
 from tandem.version import tandem_version
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
-_MISSED = "<br>the goal is missed"
+_MISSED = "the goal is missed"
 _LEGEND = (
     "3xTP2 : 1xTP4 @2048: three prefill workers of two devices, one decode worker of four, 2,048 tokens in a step",
     "goodput: requests per second within both objectives; busy: the share of time in which devices run steps",
@@ -212,7 +212,10 @@ def _schedule(plan: Plan, found: Schedule) -> go.Figure:
     deployed = [plan.deployed(each.layout) for each in found.parts]
     devices = [each.devices for each in deployed]
     text = [
-        f"{each.layout}<br>deployed: {on}<br>{each.requests_per_s:.2f} requests/s{'' if each.meets else _MISSED}"
+        "<br>".join(
+            [str(each.layout), f"deployed: {on}", f"{each.requests_per_s:.2f} requests/s"]
+            + ([] if each.meets else [_MISSED])
+        )
         for each, on in zip(found.parts, deployed, strict=True)
     ]
     figure.add_scatter(
@@ -226,7 +229,7 @@ def _schedule(plan: Plan, found: Schedule) -> go.Figure:
     )  # fmt: skip
     if missed := [at for at, each in enumerate(found.parts) if not each.meets]:
         figure.add_scatter(
-            x=[hours[at] for at in missed], y=[devices[at] for at in missed], mode="markers", name=_MISSED[4:],
+            x=[hours[at] for at in missed], y=[devices[at] for at in missed], mode="markers", name=_MISSED,
             hoverinfo="skip", marker={"color": "#cf222e", "symbol": "x", "size": 9},
         )  # fmt: skip
     figure.add_hline(

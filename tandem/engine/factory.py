@@ -172,9 +172,7 @@ def build_rank(
         host = HostPool(slots, pool) if slots else None
         drafter = drafts.make(pool) if drafts is not None and drafts.make is not None else None
         records = drafts is None or not drafts.needs_hidden
-        if records and group is not None and not group.least(int(_can_record(paged))):
-            records = False  # all ranks do, or none
-        graphs = _record(model, pool, paged, spec, max_model_tokens) if records else None
+        graphs = _record(model, pool, paged, spec, max_model_tokens, group) if records else None
     runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs, drafter=drafter)
     leader = None
     if rank == 0:
@@ -226,17 +224,22 @@ def _run_largest(
             launched.wait()
 
 
-def _can_record(paged: PagedPath | None) -> bool:
-    return paged is not None and paged.kernel is not None and paged.recorder is not None
-
-
 def _record(
-    model: Decoder, pool: KvPool, paged: PagedPath | None, spec: EngineSpec, max_model_tokens: int
+    model: Decoder,
+    pool: KvPool,
+    paged: PagedPath | None,
+    spec: EngineSpec,
+    max_model_tokens: int,
+    group: TpGroup | None,
 ) -> DecodeGraphs | None:
-    if paged is None or paged.kernel is None or paged.recorder is None:
+    """All ranks record, or none: steps have collectives."""
+    able = None
+    if paged is not None and paged.kernel is not None and paged.recorder is not None:
+        able = paged.kernel, paged.recorder, paged.store
+    if (group is not None and not group.least(int(able is not None))) or able is None:
         return None
     graphs = DecodeGraphs(
-        model, pool.with_spare, paged.kernel, paged.recorder, paged.store,
+        model, pool.with_spare, *able,
         most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
     )  # fmt: skip
     graphs.record_all()

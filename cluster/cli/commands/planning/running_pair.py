@@ -35,6 +35,7 @@ from tandem.errors import TandemError, UnavailableError
 REQUESTS, AT_ONCE = 32, 8
 SHORT_PROMPT, LONG_PROMPT = 32, 288
 SHORT_ANSWER, LONG_ANSWER = 2, 26
+_LOADS = ((SHORT_PROMPT, SHORT_ANSWER), (SHORT_PROMPT, LONG_ANSWER), (LONG_PROMPT, SHORT_ANSWER))
 IDLE_S = 3.0
 BLOCKS = 2 * AT_ONCE * -(-(LONG_PROMPT + LONG_ANSWER) // 16)
 _KINDS: Final = {"cluster.backends.rank_process": "ranks", "kvtransfer.agent": "agents"}  # by module; else "others"
@@ -107,22 +108,8 @@ async def _measure(host: HostCores, spec: ClusterSpec) -> RunningPair:
         before = _cpu_s()
         await asyncio.sleep(IDLE_S)
         idle = {kind: (spent_s - before[kind]) / IDLE_S for kind, spent_s in _cpu_s().items()}
-        short, answers, prompts = [
-            await _served(cluster, idle, prompt, answer)
-            for prompt, answer in (
-                (SHORT_PROMPT, SHORT_ANSWER),
-                (SHORT_PROMPT, LONG_ANSWER),
-                (LONG_PROMPT, SHORT_ANSWER),
-            )
-        ]
-        one_short, one_answer, one_prompt = [
-            await _served(cluster, idle, prompt, answer, at_once=1)
-            for prompt, answer in (
-                (SHORT_PROMPT, SHORT_ANSWER),
-                (SHORT_PROMPT, LONG_ANSWER),
-                (LONG_PROMPT, SHORT_ANSWER),
-            )
-        ]
+        short, answers, prompts = [await _served(cluster, idle, *load) for load in _LOADS]
+        one_short, one_answer, one_prompt = [await _served(cluster, idle, *load, at_once=1) for load in _LOADS]
     decode_s = (one_answer.decode_s - one_short.decode_s) / (LONG_ANSWER - SHORT_ANSWER)
     # A token that is alone has a frame, and among others its part of one. The rank's step loop computes all the time.
     together_s, alone_s = (_of_a_token("others", *pair) for pair in ((short, answers), (one_short, one_answer)))
