@@ -45,6 +45,7 @@ from router.probes.readiness import Readiness
 from router.request_terms import TermsParser
 from router.requests.dispatcher import Dispatcher
 from router.requests.facts import Facts
+from router.requests.image_expansion import ImageExpander
 from router.requests.recording_files import RecordingFiles
 from router.requests.validation import ServingModel
 from router.service import RouterService
@@ -162,6 +163,7 @@ class RouterApp:
             readiness=self._readiness,
             terms=TermsParser(launch.router.classes, clock, TraceSampler(sample_ratio)),
             calls=self._calls,
+            images=ImageExpander(self.dispatcher, LARGEST_BODIES * launch.router.max_body_bytes),
         )
 
     def _new_snapshots(self) -> SnapshotSource:

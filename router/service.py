@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 
 from msgspec import structs
 
@@ -21,6 +22,7 @@ from router.request_terms import RequestTerms, TermsParser
 from router.requests.answer_limits import check_answers, check_predictions, fit_logprobs
 from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
+from router.requests.image_expansion import ImageExpander
 from router.requests.validation import (
     CHARS_PER_TOKEN_OFTEN,
     RawRequest,
@@ -30,7 +32,14 @@ from router.requests.validation import (
     renamed,
 )
 from router.texts.chat import Chat
-from tandem.errors import InputError, ModelNotFound, OverloadedError, RateLimited, TandemError
+from tandem.errors import (
+    InputError,
+    ModelNotFound,
+    OverloadedError,
+    RateLimited,
+    TandemError,
+    UnavailableError,
+)
 from tandem.v1 import cluster_pb2
 
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
@@ -56,6 +65,7 @@ class RouterService:
         readiness: Readiness,
         terms: TermsParser,
         calls: CallGate,
+        images: ImageExpander,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
@@ -66,6 +76,7 @@ class RouterService:
         self.executor = executor
         self.threads = ParseThreads(executor, PARSER_THREADS)
         self.calls = calls
+        self._images = images
         self.is_leaving = False  # it still serves, but no more clients should come
         self._readiness = readiness
         self._terms = terms
@@ -238,6 +249,10 @@ class RouterService:
             if call is not None:
                 call.request_id = request_id
                 call.name_model(model.name)
+            if isinstance(raw.prompt, Chat) and raw.prompt.images:
+                self._images.check(model.base, raw.prompt.images)
+                if call is not None:
+                    call.check_prompt(raw.prompt.chars // CHARS_PER_TOKEN_OFTEN)  # before a worker reads them
             limit = self.dispatcher.fleet.max_model_tokens(model.base)
             salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
             return model, await model.parse(
@@ -247,8 +262,9 @@ class RouterService:
                 max_model_tokens=limit,
                 request_id=request_id,
                 cache_salt=salt,
+                expand=partial(self._images.expand, model.base),
             )
-        except InputError as error:
+        except (InputError, OverloadedError, RateLimited, UnavailableError) as error:
             self.rejected(raw.model, error)
             raise
 
@@ -276,7 +292,12 @@ class RouterService:
         """
         estimate = prompt_chars(prompt) // CHARS_PER_TOKEN_OFTEN
         found = self._bill_tokens(model, estimate, call)
+        images = prompt.images if isinstance(prompt, Chat) else ()
+        if images:
+            self._images.check(found.base, images)
         tokens = await found.tokenize(prompt, self.threads, _tenant_of(call), special_tokens=special_tokens)
+        if images:
+            tokens = (await self._images.expand(found.base, tokens, images)).tokens
         if call is not None:
             call.add_prompt(found.name, len(tokens) - estimate)
         return found, tokens

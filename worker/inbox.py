@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from kvtransfer.control import FromAgent
 from tandem.engine.api import AdapterFiles
+from tandem.errors import TandemError
+from tandem.images import ExpandedPrompt
 from worker.messages import ServiceToLeader
 
 
@@ -45,11 +47,23 @@ class AdapterCopied:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagesRead:
+    """Of a request of this session. `result`: of ExpandImages; None: the engine has read the images of its work. Or why
+    it cannot."""
+
+    session: int
+    request_id: str
+    result: ExpandedPrompt | TandemError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     reason: str
 
 
-LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentStuck | AgentConnected | AdapterCopied | Stop
+LeaderEvent = (
+    ServiceToLeader | AgentMessage | AgentLost | AgentStuck | AgentConnected | AdapterCopied | ImagesRead | Stop
+)
 
 
 class Inbox:

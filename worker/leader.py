@@ -20,7 +20,18 @@ from tandem.engine.api import Engine, StepResult
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
-from worker.inbox import AdapterCopied, AgentConnected, AgentLost, AgentMessage, AgentStuck, Inbox, LeaderEvent, Stop
+from worker.image_reading import ImageReading
+from worker.inbox import (
+    AdapterCopied,
+    AgentConnected,
+    AgentLost,
+    AgentMessage,
+    AgentStuck,
+    ImagesRead,
+    Inbox,
+    LeaderEvent,
+    Stop,
+)
 from worker.io_thread import ServiceLink
 from worker.loaded_adapters import LoadedAdapters
 from worker.messages import (
@@ -38,7 +49,7 @@ from worker.messages import (
 from worker.meters import StepMeters
 from worker.requests import BUGS, Outbox, RequestBook, report_step
 from worker.roles import RoleSet, WorkerIdentity
-from worker.wire import load_frame, reach_frame
+from worker.wire import expanded_frame, load_frame, reach_frame
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +82,7 @@ class Leader:
         self._peers = SetPeers(())
         copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._adapters = LoadedAdapters(engine, SystemClock(), copying, inbox.put)
+        self._images = ImageReading(engine, ThreadPoolExecutor(1, thread_name_prefix="images"), inbox.put)
         self._steps = 0
         self._ticked_s = 0.0
         engine.report_layers(self._report_computing)
@@ -102,7 +114,7 @@ class Leader:
         self._roles.after_step(result.ended, report_step(result, self._requests, began_s, ended_s))
 
     def _report_computing(self) -> None:
-        if self._requests.outbox.report_computing(self._requests.busy_sessions):
+        if self._requests.outbox.report_computing(self._busy_sessions):
             self._service.send(Computing())
             self._service.flush()
 
@@ -141,9 +153,12 @@ class Leader:
             self._service.send(CacheChanged(change.stored, b"".join(change.hashes)))
         requests = self._requests
         requests.outbox.flush(
-            self._engine.load(), self._steps, self._agents.reach(), requests.sessions, requests.busy_sessions
+            self._engine.load(), self._steps, self._agents.reach(), requests.sessions, self._busy_sessions
         )
         self._service.flush()
+
+    def _busy_sessions(self) -> set[int]:
+        return self._requests.busy_sessions() | self._images.sessions()
 
     def _handle(self, event: LeaderEvent) -> None:
         match event:
@@ -173,6 +188,8 @@ class Leader:
             case AdapterCopied():
                 if self._adapters.copied(event):
                     self._report_adapters()
+            case ImagesRead():
+                self._on_images(event)
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 first = self._requests.outbox.frame(session)
@@ -183,6 +200,7 @@ class Leader:
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
                 self._requests.outbox.drop(session)
+                self._images.drop(session)
                 self._roles.on_session_closed(session)
             case StateQuery(query=query):
                 self._service.send(StateAnswer(query, self._state().SerializeToString()))
@@ -217,6 +235,23 @@ class Leader:
     def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         """A bad frame fails its own request, never the worker."""
         self._requests.outbox.count_frame(session)
+        if not self._images.takes(session, _request_id(frame), frame):
+            self._take_up(session, frame)
+
+    def _on_images(self, result: ImagesRead) -> None:
+        frames, read = self._images.read(result), result.result
+        session, request_id = result.session, result.request_id
+        if session not in self._requests.sessions:
+            return
+        if read is None:
+            for frame in frames:
+                self._take_up(session, frame)
+        elif frames and isinstance(read, TandemError):
+            self._requests.refuse(session, request_id, read)
+        else:
+            self._requests.outbox.frame(session).expanded.append(expanded_frame(request_id, read))
+
+    def _take_up(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         try:
             self._roles.on_frame(session, frame)
         except TandemError as error:
@@ -253,6 +288,8 @@ def _request_id(frame: worker_pb2.RouterFrame) -> str:
             return frame.join.request_id
         case "cancel":
             return frame.cancel.request_id
+        case "expand_images":
+            return frame.expand_images.request_id
         case _:
             return ""
 

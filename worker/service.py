@@ -62,6 +62,7 @@ STATE_TIMEOUT_S = 2.0
 SESSIONS_END_S = 2.0
 LEAVING_S = 0.1  # a leader says that it stops before it stops the other ranks
 HELLO_TIMEOUT_S = 10.0
+MAX_MESSAGE_BYTES = ("grpc.max_receive_message_length", 64 << 20)  # a request may have images
 SERVICE = "tandem.v1.Worker"
 ALLOWED = {
     f"/{SERVICE}/Session": frozenset({Identity.ROUTER}),
@@ -275,7 +276,7 @@ async def serve(launch: WorkerLaunch) -> int:
         channel, publisher, on_info=registration.update_agents, hang_timeout_s=launch.engine.hang_timeout_s
     )
     ranks = RankEnds(launch)
-    server = make_server(tls, ALLOWED, SERVER_OPTIONS)
+    server = make_server(tls, ALLOWED, (*SERVER_OPTIONS, MAX_MESSAGE_BYTES))
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
     port = add_port(server, f"{launch.bind_host}:0", tls)
     await server.start()

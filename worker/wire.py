@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
+from tandem.images import ExpandedPrompt, PromptImage
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
 from tandem.rpc.versions import Versions
@@ -87,7 +88,26 @@ def parse_work(
         export_from_block=export_from_block,
         answered_tokens=work.answer_tokens,
         prediction=tuple(work.prediction),
+        images=parse_images(work),
     )
+
+
+def parse_images(work: worker_pb2.Work) -> tuple[PromptImage, ...]:
+    return tuple(PromptImage.of(each.start, each.tokens, each.data) for each in work.images)
+
+
+def expanded_frame(request_id: str, expanded: ExpandedPrompt | TandemError) -> worker_pb2.ImagesExpanded:
+    if isinstance(expanded, TandemError):
+        return worker_pb2.ImagesExpanded(request_id=request_id, error=error_message(expanded))
+    places = [worker_pb2.Image(start=start, tokens=tokens) for start, tokens in expanded.spans]
+    return worker_pb2.ImagesExpanded(request_id=request_id, prompt=expanded.tokens, images=places)
+
+
+def parse_expanded(frame: worker_pb2.ImagesExpanded) -> ExpandedPrompt:
+    """Raises the worker's error."""
+    if frame.HasField("error"):
+        raise parse_error(frame.error)
+    return ExpandedPrompt(tuple(frame.prompt), tuple((each.start, each.tokens) for each in frame.images))
 
 
 def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
@@ -118,10 +138,14 @@ def _fill(wire: inference_pb2.TokenLogprobs, token_id: int, logprob: float, top:
 
 
 def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:
+    return worker_pb2.Ended(request_id=request_id, error=error_message(error))
+
+
+def error_message(error: TandemError) -> worker_pb2.WorkerError:
     wire = worker_pb2.WorkerError(code=error.code.value, message=error.message, field=error.field or "")
     if isinstance(error, HandoffFault):
         wire.cause = error.cause.value
-    return worker_pb2.Ended(request_id=request_id, error=wire)
+    return wire
 
 
 def parse_error(wire: worker_pb2.WorkerError) -> TandemError:

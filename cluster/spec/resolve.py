@@ -63,7 +63,8 @@ class ResolvedModel:
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, fingerprint: str) -> ResolvedModel:
         """Raises CheckpointError for files that cannot be used, ConfigError for an unknown parser."""
-        config = ModelConfig.load(folder)
+        is_ours = any(spec.engine_of(role).kind == "tandem" for role in Role)
+        config = ModelConfig.load(folder) if is_ours else ModelConfig.of_any(folder)
         if not (folder / TOKENIZER_FILE).is_file():  # routers need it: here it fails before anything starts
             raise missing_tokenizer(folder / TOKENIZER_FILE)
         template = ChatTemplate.load(folder)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.requests.output import TextPiece
+from tandem.images import PromptImage
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import SamplingParams
 
@@ -32,6 +33,7 @@ class SimRequest:
     session: bytes | None = None
     adapter: str = ""
     adapter_name: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ from router.texts.chat import (
     TOOL_NAME,
     Chat,
     Message,
+    Part,
     Tool,
     ToolUse,
     tool_call,
     tool_result,
 )
+from router.texts.image_files import checked_image
 from tandem.errors import InputError
 from tandem.request import check_length
 from tandem.v1 import inference_pb2 as pb
@@ -65,7 +67,20 @@ def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
             for number, call in enumerate(given.tool_calls)
         ]
         calls.update(call.id for call in given.tool_calls)
+    if given.parts:
+        return Message.of_parts(given.role, _parts(given, where), more)
     return Message("system" if given.role == "developer" else given.role, given.content, more)
+
+
+def _parts(given: pb.ChatMessage, where: str) -> list[Part]:
+    if given.role != "user" or given.content:
+        field = f"{where}.parts"
+        raise InputError(f"{field}: expected only with role 'user', and without content", field=field)
+    check_length(f"{where}.parts", len(given.parts), MAX_MESSAGES)
+    return [
+        each.text if each.WhichOneof("part") == "text" else checked_image(each.image, f"{where}.parts.{number}.image")
+        for number, each in enumerate(given.parts)
+    ]
 
 
 def _use(chat: pb.ChatMessages) -> ToolUse | None:

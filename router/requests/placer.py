@@ -26,6 +26,7 @@ _NAMES = {
     Capability.GRAMMARS: "a constraint of the answer",
     Capability.PROMPT_LOGPROBS: "logprobs of the prompt",
     Capability.EMBEDDINGS: "an embedding",
+    Capability.IMAGES: "images",
 }
 
 
@@ -331,7 +332,7 @@ class Placer:
 
 def _needs(run: RequestRun) -> frozenset[Capability]:
     """Of the engines of its next workers. The scores of a prompt come with the first token."""
-    needs = needed(run.request.sampling)
+    needs = needed(run.request.sampling, run.request.images)
     return needs - {Capability.PROMPT_LOGPROBS} if needs and run.answer_tokens else needs
 
 

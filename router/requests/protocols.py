@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from router.requests.output import TextPiece
+from tandem.images import PromptImage
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import SamplingParams
 
@@ -36,6 +37,8 @@ class Request(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def session(self) -> bytes | None: ...
+    @property
+    def images(self) -> Sequence[PromptImage]: ...
 
 
 class Assembler(Protocol):

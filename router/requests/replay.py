@@ -40,6 +40,7 @@ from router.requests.recording import (
 from router.requests.state_machine import RequestRun
 from tandem.config.router import RouterSpec
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
+from tandem.images import PromptImage
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import FinishReason, SamplingParams
 
@@ -115,6 +116,7 @@ class RecordedRequest:
     session: bytes | None = None
     adapter: str = ""
     adapter_name: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(slots=True)

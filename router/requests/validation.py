@@ -6,7 +6,7 @@ Long prompts are tokenized and hashed in a thread, so that they do not delay the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from router.admission.parse_threads import ParseThreads
 from router.model_formats.registry import formats_of
@@ -30,6 +31,7 @@ from tandem.config.model import SamplingDefaults, SpecialTokens
 from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
+from tandem.images import ExpandedPrompt, PromptImage, check_spans
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.text.chat_template import ChatTemplate
@@ -52,6 +54,7 @@ CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
 
 Prompt = str | tuple[int, ...] | Chat
+Expand = Callable[[Sequence[int], Sequence[bytes]], Awaitable[ExpandedPrompt]]  # as `ImageExpander.expand`, of a model
 
 
 class RawSampling(msgspec.Struct, frozen=True):  # several per request: created faster than a frozen dataclass
@@ -103,6 +106,7 @@ class ValidRequest(msgspec.Struct, frozen=True):
     echo: str | None = None  # text that goes before the answer
     reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
     prediction: tuple[int, ...] | None = None  # of the answer; in no block hash
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,7 +126,18 @@ class ValidRequest(msgspec.Struct, frozen=True):
             answer_tokens=given,
             trace_id=trace_id,
             prediction=self.prediction or (),
+            images=[worker_pb2.Image(start=each.start, tokens=each.tokens, data=each.data) for each in self.images],
         )
+
+
+class _Prompted(msgspec.Struct, frozen=True):
+    """`field`: the client's, for errors. `constraint`: to check."""
+
+    field: str
+    tokens: tuple[int, ...]
+    constraint: Constraint | None
+    reading: AnswerReading | None
+    images: tuple[PromptImage, ...] = ()
 
 
 class ServingModel:
@@ -170,7 +185,7 @@ class ServingModel:
     def load(cls, served: ServedModel) -> ServingModel:
         """Raises CheckpointError if the directory lacks a usable tokenizer or config."""
         folder = Path(served.model_dir)
-        return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.load(folder))
+        return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.of_any(folder))
 
     async def parse(
         self,
@@ -181,17 +196,29 @@ class ServingModel:
         max_model_tokens: int | None = None,
         request_id: str | None = None,
         cache_salt: bytes = b"",
+        expand: Expand | None = None,
     ) -> ValidRequest:
         """`max_model_tokens`: the workers' limit, if lower. `cache_salt`: derived from the client's and the tenant's,
-        at most 64 bytes. Raises InputError with the field."""
-        limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
-        work = partial(self._parse, raw, limit, request_id, cache_salt)
+        at most 64 bytes. `expand`: for the images of a chat; None: it may have none. Raises InputError with the
+        field."""
+        limit = min(max_model_tokens or self.max_model_tokens, self.max_model_tokens)
+        request_id = request_id or new_request_id()
         stop_chars = sum(map(len, raw.sampling.stop))
         texts = [raw.prompt, *([] if raw.prediction is None else [raw.prediction])]
-        if all(map(_is_short, texts)) and stop_chars <= INLINE_STOP_CHARS:
-            request, constraint = work()
+        chars = sum(map(prompt_chars, texts)) + stop_chars
+        if isinstance(raw.prompt, Chat) and (images := raw.prompt.images):
+            if expand is None:
+                raise InputError("messages: expected text alone, got images", field="messages")
+            prompted = await threads.run(tenant, chars, partial(self._prompted, raw, limit))
+            expanded = await expand(prompted.tokens, images)
+            work = partial(self._parse_expanded, raw, limit, request_id, cache_salt, prompted, expanded)
+            request, constraint = await threads.run(tenant, chars, work)
+        elif all(map(_is_short, texts)) and stop_chars <= INLINE_STOP_CHARS:
+            request, constraint = self._parse(raw, limit, request_id, cache_salt)
         else:
-            request, constraint = await threads.run(tenant, sum(map(prompt_chars, texts)) + stop_chars, work)
+            request, constraint = await threads.run(
+                tenant, chars, partial(self._parse, raw, limit, request_id, cache_salt)
+            )
         if constraint is not None:
             await self._grammars.check(constraint, threads, tenant)
         return request
@@ -272,14 +299,37 @@ class ServingModel:
         self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes
     ) -> tuple[ValidRequest, Constraint | None]:
         """And the constraint to check."""
-        limit = min(limit, self.max_model_tokens)
-        constraint, reading = raw.sampling.constraint, None
+        return self._valid(raw, limit, request_id, cache_salt, self._prompted(raw, limit))
+
+    def _parse_expanded(
+        self,
+        raw: RawRequest,
+        limit: int,
+        request_id: str,
+        cache_salt: bytes,
+        prompted: _Prompted,
+        expanded: ExpandedPrompt,
+    ) -> tuple[ValidRequest, Constraint | None]:
+        assert isinstance(raw.prompt, Chat)
+        check_spans(expanded.spans, len(expanded.tokens))
+        images = tuple(
+            PromptImage.of(start, tokens, data)
+            for (start, tokens), data in zip(expanded.spans, raw.prompt.images, strict=True)
+        )
+        whole = structs.replace(prompted, tokens=expanded.tokens, images=images)
+        return self._valid(raw, limit, request_id, cache_salt, whole)
+
+    def _prompted(self, raw: RawRequest, limit: int) -> _Prompted:
+        constraint = raw.sampling.constraint
         if isinstance(raw.prompt, Chat):
-            field, chat = "messages", self._rendered(raw.prompt, constraint)
-            constraint, reading = chat.constraint, chat.reading
-            prompt = self._chat_tokens(chat.text, limit)
-        else:
-            field, prompt = "prompt", self.tokens(raw.prompt, limit)
+            chat = self._rendered(raw.prompt, constraint)
+            return _Prompted("messages", self._chat_tokens(chat.text, limit), chat.constraint, chat.reading)
+        return _Prompted("prompt", self.tokens(raw.prompt, limit), constraint, None)
+
+    def _valid(
+        self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes, prompted: _Prompted
+    ) -> tuple[ValidRequest, Constraint | None]:
+        field, prompt, constraint = prompted.field, prompted.tokens, prompted.constraint
         if not prompt:
             raise InputError(f"{field}: expected at least one token, got none", field=field)
         room = limit - len(prompt)
@@ -294,7 +344,7 @@ class ServingModel:
             )
         served = self._served
         key = HashKey(served.model_fingerprint, self.adapter, cache_salt)
-        hashes = hash_blocks(prompt, served.block_tokens, key)
+        hashes = hash_blocks(prompt, served.block_tokens, key, images=prompted.images)
         request = ValidRequest(
             request_id=request_id,
             model=self.base,
@@ -308,7 +358,8 @@ class ServingModel:
             adapter_name=self.name if self.adapter else "",
             session=_session(raw.session, cache_salt) if raw.session else None,
             echo=self._text(raw.prompt, prompt) if raw.echo else None,
-            reading=reading,
+            reading=prompted.reading,
+            images=prompted.images,
             prediction=None if raw.prediction is None else self._prediction(raw.prediction, limit),
         )
         return request, constraint

@@ -34,17 +34,38 @@ For each call return a JSON object with the function's name and its arguments wi
 </tool_call>"""
 
 
+Part = str | bytes  # a text, or an image's file
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """`more`: what the template reads beside role and content: `tool_calls` with parsed arguments, `tool_call_id`,
-    `name`, `reasoning_content`."""
+    `name`, `reasoning_content`. `parts`: of a message with images, whose text `content` is then."""
 
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of_parts(cls, role: str, parts: Sequence[Part], more: Mapping[str, Any], *, between: str = "") -> Message:
+        """`between`: texts that follow each other."""
+        text = between.join(each for each in parts if isinstance(each, str))
+        has_images = any(isinstance(each, bytes) for each in parts)
+        return cls(role, text, more, tuple(parts) if has_images else ())
+
+    @property
+    def images(self) -> list[bytes]:
+        return [each for each in self.parts if isinstance(each, bytes)]
 
     def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.content, **self.more}
+        """With images, the content is a list, as templates of models that take them expect."""
+        content: Any = self.content
+        if self.parts:
+            content = [
+                {"type": "image"} if isinstance(each, bytes) else {"type": "text", "text": each} for each in self.parts
+            ]
+        return {"role": self.role, "content": content, **self.more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +144,7 @@ class ToolUse:
 
 
 MESSAGE_CHARS = 32  # that a template puts around a message
+IMAGE_BYTES_PER_CHAR = 64  # to hash as many takes as long as to tokenize a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +166,14 @@ class Chat:
         tools = sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
         settings = sum(len(repr(each)) for each in (self.settings, self.wishes) if each)
         content = sum(MESSAGE_CHARS + len(each.content) for each in self.messages)
+        content += sum(len(each) // IMAGE_BYTES_PER_CHAR for each in self.images)
         chars = content + more + tools + settings
         object.__setattr__(self, "chars", chars)
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Their files, in order."""
+        return tuple(image for message in self.messages if message.parts for image in message.images)
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -191,7 +219,7 @@ def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     for each in messages:
         shown, is_result = _as_text(each), each["role"] == "tool"
         if plain and plain[-1]["role"] == shown["role"] == "user" and (was_result or is_result):
-            plain[-1]["content"] = f"{plain[-1]['content']}\n{shown['content']}"
+            plain[-1]["content"] = _with(plain[-1]["content"], shown["content"])
         else:
             plain.append(shown)
         was_result = is_result
@@ -203,8 +231,18 @@ def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return [{"role": "system", "content": text}, *plain]
 
 
+def _with(content: Any, more: Any) -> Any:
+    """Both are texts, or lists of parts if they have images."""
+    if isinstance(content, str) and isinstance(more, str):
+        return f"{content}\n{more}"
+    both = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, "\n", more)]
+    return [part for parts in both for part in parts]
+
+
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
+    if not isinstance(content, str):  # a user's, with images
+        return dict(message)
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     functions = [call["function"] for call in message.get("tool_calls", ())]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol
 
 import grpc
@@ -20,14 +21,15 @@ from router.workers.frame_queue import FrameQueue
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
 from tandem.engine.api import Capability
-from tandem.errors import IncompatibleVersions, WorkerDied, WorkerLost
+from tandem.errors import IncompatibleVersions, TandemError, WorkerDied, WorkerLost
+from tandem.images import ExpandedPrompt
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import ProtocolRange, common_version, stated_versions
 from tandem.v1 import cluster_pb2, worker_pb2
-from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS
+from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS, parse_expanded
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class LinkListener(Protocol):
 def lacks(info: cluster_pb2.WorkerInfo) -> frozenset[Capability]:
     """What the worker's engine cannot do."""
     if not info.HasField("can"):  # from before there were any
-        return frozenset({Capability.EMBEDDINGS})
+        return frozenset({Capability.EMBEDDINGS, Capability.IMAGES})
     return frozenset(each for each in Capability if each.value not in info.can.names)
 
 
@@ -114,6 +116,8 @@ class WorkerLink:
         self._offset = ClockOffset()
         self._late: dict[str, RequestSink] = {}  # detached, awaiting a report
         self._stalled: list[RequestSink] = []  # taken off since the last progress
+        self._expansions: dict[str, asyncio.Future[ExpandedPrompt]] = {}
+        self._expansion_ids = count()
         self._outbox = FrameQueue(takes_batches=False)
         self.takes_grammars = False  # older workers do not support them; nor `min_tokens`
         self._wake = asyncio.Event()
@@ -158,6 +162,20 @@ class WorkerLink:
         if self.ready:
             self.sent_frames = self._outbox.add(wire_id, frame.SerializeToString())
             self._wake.set()
+
+    async def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+        """How the worker's model reads these images. Raises InputError, and WorkerLost with the link."""
+        if not self.ready:
+            raise self._lost_error(WorkerLost, "there is no link")
+        wire_id = f"images-{next(self._expansion_ids)}"
+        asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images)
+        answer: asyncio.Future[ExpandedPrompt] = asyncio.get_running_loop().create_future()
+        self._expansions[wire_id] = answer
+        try:
+            self.send(wire_id, worker_pb2.RouterFrame(expand_images=asked))
+            return await answer
+        finally:
+            del self._expansions[wire_id]
 
     def cancel(self, wire_id: str) -> None:
         self.send(wire_id, worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
@@ -308,6 +326,12 @@ class WorkerLink:
                 sink.on_held(self, held)
             elif not held.held:  # the move succeeded although its source has not heard so
                 self.cancel(held.request_id)
+        for expanded in frame.expanded:
+            if (answer := self._expansions.get(expanded.request_id)) is not None and not answer.done():
+                try:
+                    answer.set_result(parse_expanded(expanded))
+                except TandemError as error:
+                    answer.set_exception(error)
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
@@ -358,6 +382,9 @@ class WorkerLink:
     def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = self._lost_error(kind, reason)
+        for answer in self._expansions.values():
+            if not answer.done():
+                answer.set_exception(error)
         self._for_each(sinks, lambda sink: sink.on_lost(self, error))
 
     def _lost_error(self, kind: type[WorkerLost], reason: str) -> WorkerLost:

@@ -97,6 +97,11 @@ def _llama(config: JsonFields, sizes: Sizes) -> Traits:
     return replace(_plain(config, sizes), qkv_bias=bias, out_bias=bias, mlp_bias=config.boolean("mlp_bias"))
 
 
+def _unknown(config: JsonFields, sizes: Sizes) -> Traits:
+    """As far as it matters outside an engine."""
+    return Traits(windows=(None,) * sizes.layers, rope=RopeConfig(DEFAULT_THETA, sizes.head_dim))
+
+
 def _mistral(config: JsonFields, sizes: Sizes) -> Traits:
     """The first Mistral models have a window in every layer; later ones have none."""
     window = config.optional_int("sliding_window") if "sliding_window" in config.values else 4096
@@ -248,6 +253,20 @@ def _checked(config: JsonFields, experts: Experts) -> Experts:
     return experts
 
 
+PLAIN = Family(_unknown)
+# What the text part of a config may leave out, by its `model_type`: LLaVA 1.5 and 1.6 do.
+_OF_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+TEXT_DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "llama": {**_OF_7B, "intermediate_size": 11008, "max_position_embeddings": 2048},
+        "mistral": {
+            **_OF_7B,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+        },
+    }
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(_llama),

@@ -36,6 +36,7 @@ TEXT_FILES: Final = (  # all that routers read
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 _HUB_FILES: Final = (
     *TEXT_FILES,
@@ -43,6 +44,8 @@ _HUB_FILES: Final = (
     "*.safetensors.index.json",
     "1_Pooling/config.json",
     "2_Dense/config.json",
+    "preprocessor_config.json",  # how a model reads images
+    "processor_config.json",
 )
 _HUB_IGNORED: Final = ("*/*.safetensors", "*/*.safetensors.index.json")  # of other formats, in folders
 
@@ -232,11 +235,12 @@ def _building(target: Path) -> Iterator[Path]:
 
 
 def _pull_from_hub(name: str, progress: Progress, volume_bytes: int | None) -> Path:
-    """Downloads the configuration first, so that an unsupported model is refused before its weights are downloaded."""
+    """Downloads the configuration first, so that what is no model of text is refused before its weights are
+    downloaded."""
     progress(f"looking at {name} on the model hub")
     config_only = _hub_snapshot(name, patterns=("config.json", "generation_config.json"))
     if config_only is not None:
-        ModelConfig.load(config_only)
+        ModelConfig.of_any(config_only)
     if (missing := _missing_bytes(name)) is not None:
         check_room(cache_dir(), name, missing, volume_bytes)
     progress(f"downloading {name} from the model hub")

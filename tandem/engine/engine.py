@@ -14,8 +14,8 @@ from tandem.engine.api import (
     RequestEnd,
     Reservation,
     StepResult,
+    TextEngine,
     TokenOut,
-    WithoutAdapters,
 )
 from tandem.engine.loop.chooser import TokenChooser
 from tandem.engine.loop.flight import Flight, first_samples, prompt_scores, work_of
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _NO_OUTPUT = StepOutput([], [], [])
 
 
-class TandemEngine(WithoutAdapters):
+class TandemEngine(TextEngine):
     """An `Engine` (tandem/engine/api.py).
 
     Args: `send_to_followers` sends a step to the other ranks before this rank runs it. `check_failed_alike` is
@@ -57,7 +57,7 @@ class TandemEngine(WithoutAdapters):
         clock: Clock | None = None,
         lacks: frozenset[Capability] = frozenset(),
     ) -> None:
-        self._lacks = lacks if grammars is not None else lacks | {Capability.GRAMMARS}
+        self._lacks = lacks | {Capability.IMAGES, *(() if grammars is not None else (Capability.GRAMMARS,))}
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size

@@ -25,11 +25,23 @@ from tandem.engine.api import (
     needed,
 )
 from tandem.errors import ConfigError, ContextExceeded, InputError, KvExhausted, UnsupportedField
+from tandem.images import ExpandedPrompt, PromptImage
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
 
-VOCAB = 97
+VOCAB = 317
 BLOCK_TOKENS = 4
+
+
+MARKER = 0  # of an image in a prompt, and its placeholder token
+
+
+def read_as(prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> list[int]:
+    """The KV of a prompt: of its tokens, and of an image's placeholders the digest of its file."""
+    kv = list(prompt)
+    for image in images:
+        kv[image.start : image.start + image.tokens] = [image.digest[0] % VOCAB] * image.tokens
+    return kv
 
 
 def next_token(kv: Sequence[int], shift: int = 0) -> int:
@@ -37,9 +49,9 @@ def next_token(kv: Sequence[int], shift: int = 0) -> int:
     return (shift + sum(value * (place + 1) for place, value in enumerate(kv))) % VOCAB
 
 
-def answer_of(prompt: Sequence[int], tokens: int, shift: int = 0) -> list[int]:
+def answer_of(prompt: Sequence[int], tokens: int, shift: int = 0, images: Sequence[PromptImage] = ()) -> list[int]:
     """What any `SmallEngine` answers. `shift`: its adapter's."""
-    kv = list(prompt)
+    kv = read_as(prompt, images)
     for _ in range(tokens):
         kv.append(next_token(kv, shift))
     return kv[len(prompt) :]
@@ -73,7 +85,8 @@ class _Request:
 
 
 class SmallEngine:
-    """An `Engine` with no Capability, no prefix cache and no preemption. The KV of a position is its token.
+    """An `Engine` with no Capability but images, no prefix cache and no preemption. The KV of a position is its token,
+    or an image's byte.
 
     Args:
         exporter: None: it exports nothing.
@@ -83,7 +96,7 @@ class SmallEngine:
     proposer = ""
     preemptions = 0
     is_collecting = False
-    can: frozenset[Capability] = frozenset()
+    can = frozenset({Capability.IMAGES})
 
     def __init__(
         self,
@@ -174,6 +187,23 @@ class SmallEngine:
         self._shifts.pop(fingerprint, None)
         return True
 
+    # --- images
+
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+        """An image has as many placeholder tokens as its file has bytes beyond ten."""
+        if prompt.count(MARKER) != len(images):
+            raise InputError(f"messages: expected {prompt.count(MARKER)} images, got {len(images)}", field="messages")
+        left, tokens, spans = iter(images), list[int](), list[tuple[int, int]]()
+        for token in prompt:
+            count = len(next(left)) - 10 if token == MARKER else 1
+            if token == MARKER:
+                spans.append((len(tokens), count))
+            tokens += [token] * count
+        return ExpandedPrompt(tuple(tokens), tuple(spans))
+
+    def read_images(self, images: Sequence[PromptImage]) -> None:
+        """Nothing is to be done beforehand."""
+
     # --- steps
 
     @property
@@ -186,7 +216,7 @@ class SmallEngine:
             if self._take_blocks(each):
                 self._waiting.remove(each)
                 self._running.append(each)
-                self._write(each, 0, each.given.prompt)
+                self._write(each, 0, read_as(each.given.prompt, each.given.images))
                 began.append(each)
         tokens, ended = [], []
         for each in [*self._running]:
@@ -247,7 +277,7 @@ class SmallEngine:
 
     def _checked(self, request: EngineRequest) -> _Request:
         check_adapter(request, self.adapters)
-        if lacking := needed(request.sampling) - self.can:
+        if lacking := needed(request.sampling, request.images) - self.can:
             raise UnsupportedField(f"expected a request that needs none of {', '.join(sorted(lacking))}")
         if not request.prompt or not all(0 <= token < VOCAB for token in request.prompt):
             raise InputError(f"prompt: expected token ids from 0 to {VOCAB - 1}", field="prompt")

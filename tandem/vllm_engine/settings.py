@@ -12,6 +12,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 
 from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError, InsufficientMemory
+from tandem.images import MAX_IMAGES
 
 _REASONS = {
     "drafts have KV of their own, which cannot be exchanged": (
@@ -65,9 +66,10 @@ _REASONS = {
         "tokenizer_mode",
         "tokenizer_revision",
     ),
-    "models of text are served, by their tokens": (
+    "of a request, Tandem takes text and images": (
         "convert",
         "default_mm_loras",
+        "enable_mm_embeds",
         "enable_prompt_embeds",
         "limit_mm_per_prompt",
         "pooler_config",
@@ -104,6 +106,7 @@ DECIDED = {name: why for why, names in _REASONS.items() for name in names} | {
     "model": "it is the worker's model",
     "prefix_caching_hash_algo": "block hashes are Tandem's",
     "scheduler_cls": "Tandem's reserves blocks for handoffs",
+    "mm_processor_cache_type": "a rank's process has one",
     "seed": "each request has one",
 }
 
@@ -149,6 +152,7 @@ def engine_config(
         num_gpu_blocks_override=spec.kv_blocks,
         kv_cache_dtype={"auto": "auto", "fp8": "fp8_e4m3"}[spec.kv_dtype],
         kv_cache_memory_bytes=spec.cpu_pool_bytes,
+        limit_mm_per_prompt={"image": MAX_IMAGES, "video": 0, "audio": 0},
         async_scheduling=False,
         distributed_executor_backend=executor,
         scheduler_cls="tandem.vllm_engine.scheduler.TandemScheduler",
@@ -161,9 +165,12 @@ def engine_config(
         ),
     )
     try:
-        return EngineArgs(**given, **settings).create_engine_config()
+        config = EngineArgs(**given, **settings).create_engine_config()
     except Exception as error:
         raise ConfigError(f"engine.vllm: {first_line(error)}", field="engine.vllm") from error
+    if config.model_config.is_multimodal_model:  # its processors have a tokenizer
+        config.model_config.skip_tokenizer_init = False
+    return config
 
 
 def start_error(error: Exception) -> ConfigError:

@@ -1,4 +1,5 @@
-"""A step of vLLM on its way to the other ranks of a worker: what models of text need, in a form that runs nothing.
+"""A step of vLLM on its way to the other ranks of a worker: what models of text and images need, in a form that runs
+nothing.
 
 vLLM sends its steps as pickles, which Tandem reads from no socket.
 """
@@ -7,15 +8,28 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tandem.errors import InternalError
 from tandem.scheduler.plan import ExportRange
 from tandem.vllm_engine.connector import StepExports
 
 _Blocks = tuple[list[int], ...]  # of each kind of KV
+
+
+class _Image(msgspec.Struct, array_like=True):
+    """`item`: as vLLM's own encoder writes it. `is_embed`: a byte for each token; empty: all are."""
+
+    item: bytes
+    identifier: str
+    offset: int
+    length: int
+    is_embed: bytes
 
 
 class _New(msgspec.Struct, array_like=True):
@@ -26,6 +40,7 @@ class _New(msgspec.Struct, array_like=True):
     num_computed_tokens: int
     prefill_token_ids: list[int] | None
     lora_request: LoRARequest | None
+    images: list[_Image]
 
 
 class _Step(msgspec.Struct, array_like=True):
@@ -41,6 +56,8 @@ class _Step(msgspec.Struct, array_like=True):
     preempted: set[str] | None
     exports: tuple[ExportRange, ...]
     constrained: bool
+    encoder_inputs: dict[str, list[int]]
+    free_encodings: list[str]
 
 
 class _Masks(msgspec.Struct, array_like=True):
@@ -50,11 +67,9 @@ class _Masks(msgspec.Struct, array_like=True):
     rows: bytes
 
 
-# Empty in every step of a model of text without drafts.
+# Empty in every step without drafts.
 NOT_SENT = (
     "scheduled_spec_decode_tokens",
-    "scheduled_encoder_inputs",
-    "free_encoder_mm_hashes",
     "num_invalid_spec_tokens",
     "has_sync_kv_loads",
     "ec_connector_metadata",
@@ -63,6 +78,7 @@ NOT_SENT = (
     "num_spec_tokens_to_schedule",
 )
 
+_INLINE = 1 << 62  # bytes of a tensor that vLLM's encoder puts into its message
 _decoder = msgspec.msgpack.Decoder(_Step)
 
 
@@ -81,6 +97,7 @@ def encode(step: SchedulerOutput) -> bytes:
             each.num_computed_tokens,
             each.prefill_token_ids,
             each.lora_request,
+            [_image(feature) for feature in each.mm_features],
         )
         for each in step.scheduled_new_reqs
     ]
@@ -97,6 +114,8 @@ def encode(step: SchedulerOutput) -> bytes:
         step.preempted_req_ids,
         exports.ranges,
         step.has_structured_output_requests,
+        step.scheduled_encoder_inputs,
+        step.free_encoder_mm_hashes,
     )
     return msgspec.msgpack.encode(wire)
 
@@ -108,7 +127,7 @@ def decode(raw: bytes) -> SchedulerOutput:
         NewRequestData(
             req_id=each.req_id,
             prompt_token_ids=each.prompt_token_ids,
-            mm_features=[],
+            mm_features=[_feature(image) for image in each.images],
             sampling_params=each.sampling_params,
             pooling_params=None,
             block_ids=each.block_ids,
@@ -132,7 +151,22 @@ def decode(raw: bytes) -> SchedulerOutput:
     step.finished_req_ids, step.preempted_req_ids = wire.finished, wire.preempted
     step.kv_connector_metadata = StepExports(wire.exports)
     step.has_structured_output_requests = wire.constrained
+    step.scheduled_encoder_inputs, step.free_encoder_mm_hashes = wire.encoder_inputs, wire.free_encodings
     return step
+
+
+def _image(feature: MultiModalFeatureSpec) -> _Image:
+    place = feature.mm_position
+    is_embed = b"" if place.is_embed is None else place.is_embed.numpy().astype(np.uint8).tobytes()
+    (item,) = MsgpackEncoder(_INLINE).encode(feature.data)
+    return _Image(bytes(item), feature.identifier, place.offset, place.length, is_embed)
+
+
+def _feature(image: _Image) -> MultiModalFeatureSpec:
+    is_embed = torch.from_numpy(np.frombuffer(image.is_embed, np.bool_).copy()) if image.is_embed else None
+    item = MsgpackDecoder(MultiModalKwargsItem, share_mem=False).decode([image.item])
+    place = PlaceholderRange(image.offset, image.length, is_embed)
+    return MultiModalFeatureSpec(data=item, modality="image", identifier=image.identifier, mm_position=place)
 
 
 def encode_masks(masks: GrammarOutput | None) -> bytes:

@@ -20,10 +20,12 @@ def run_pull(model: str, volume_bytes: int | None) -> int:
         if "HF_TOKEN" in error.message and (origin := origin_of("HF_TOKEN")) is not None:
             error.message += f"; HF_TOKEN comes from {origin}"
         raise
-    config = ModelConfig.load(folder)
+    config = ModelConfig.of_any(folder)
     screen.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
     screen.print(
         f"{config.layers} layers, {config.heads} heads, {config.kv_heads} KV heads, context "
         f"{config.max_position_tokens}; possible tensor-parallel widths: {', '.join(map(str, config.fitting_tps()))}"
     )
+    if not config.is_ours:
+        screen.print(f"{config.architecture} runs by another engine: set engine.kind: vllm")
     return 0

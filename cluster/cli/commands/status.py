@@ -20,6 +20,7 @@ from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
 from router.policies.types import PlacementReason
 from router.workers.link import lacks
+from tandem.engine.api import Capability
 from tandem.errors import UnavailableError
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
@@ -257,10 +258,10 @@ def show(
 
 
 def _by_what_they_lack(workers: Iterable[cluster_pb2.WorkerStatus]) -> dict[tuple[str, ...], list[str]]:
-    """The ready workers whose engines cannot do all that Tandem's own does."""
+    """The ready workers whose engines cannot do all that Tandem's own does with a model of text."""
     found: dict[tuple[str, ...], list[str]] = {}
     for worker in workers:
-        if worker.state == "ready" and (lacking := tuple(sorted(lacks(worker.info)))):
+        if worker.state == "ready" and (lacking := tuple(sorted(lacks(worker.info) - {Capability.IMAGES}))):
             found.setdefault(lacking, []).append(worker.info.worker_id)
     return found
 

@@ -27,26 +27,30 @@ from router.texts.chat import (
     THINKING,
     Chat,
     Message,
+    Part,
     Tool,
     parsed_call,
     tool_result,
 )
+from router.texts.image_files import image_of_base64
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_schema
 
 # Per type of block: the fields that it must have, and those that it may have.
 _BLOCKS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "text": (frozenset(["text"]), frozenset(["citations"])),
+    "image": (frozenset(["source"]), frozenset()),
     "thinking": (frozenset(["thinking"]), frozenset(["signature"])),
     "tool_use": (frozenset(["id", "name", "input"]), frozenset(["caller", "toolset_name"])),
     "tool_result": (frozenset(["tool_use_id"]), frozenset(["content", "is_error", "toolset_name"])),
 }
 _COMMON = frozenset(["type", "cache_control"])
 _ROLES = {  # the blocks of each
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CACHE_HELP = "No effect: every prefix is cached."
 
 
@@ -56,13 +60,14 @@ class CacheControl(StrictModel):
 
 
 class ContentBlock(StrictModel):
-    """`text`, `thinking`, `tool_use` or `tool_result`. Others are refused."""
+    """`text`, `image`, `thinking`, `tool_use` or `tool_result`. Others are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
     citations: object = None  # of an earlier answer that the client sends again
+    source: dict[str, Any] | None = Field(None, description="Of an image: `type` is `base64`. Nothing is fetched.")
     thinking: str | None = None
     signature: str | None = None
     id: str | None = None
@@ -118,17 +123,37 @@ def _text(content: str | Sequence[ContentBlock] | None, path: str) -> str:
 
 
 def _user_messages(blocks: Sequence[tuple[str, ContentBlock]], calls: set[str]) -> Iterator[Message]:
-    """One per result of a tool, and one per text between them. Raises InputError, UnsupportedField."""
+    """One per result of a tool, and one per text and images between them. Raises InputError, UnsupportedField."""
     if not blocks:
         yield Message("user", "")
-    for kind, group in groupby(blocks, lambda each: each[1].type):
-        if kind == "text":
-            yield Message("user", "\n".join(block.text or "" for _, block in group))
+    for is_result, group in groupby(blocks, lambda each: each[1].type == "tool_result"):
+        if not is_result:
+            parts = [_part(block, where) for where, block in group]
+            yield Message.of_parts("user", parts, {}, between="\n")
             continue
         for where, block in group:
             text = _text(block.content, f"{where}.content")
             text = f"Error: {text}" if block.is_error else text
             yield tool_result(block.tool_use_id, calls, text, f"{where}.tool_use_id")
+
+
+def _part(block: ContentBlock, where: str) -> Part:
+    """Raises InputError."""
+    if block.source is None:
+        return block.text or ""
+    source, path = block.source, f"{where}.source"
+    if source.get("type") != "base64":
+        raise unsupported(f"{path}.type", f"value {str(source.get('type'))[:40]!r}", "send base64: nothing is fetched")
+    if unknown := sorted(source.keys() - {"type", "media_type", "data"}):
+        raise InputError(f"unknown field '{path}.{unknown[0][:80]}'", field=f"{path}.{unknown[0][:80]}")
+    if source.get("media_type") not in _MEDIA_TYPES:
+        raise InputError(
+            f"{path}.media_type: expected one of {', '.join(_MEDIA_TYPES)}, got {str(source.get('media_type'))[:40]!r}",
+            field=f"{path}.media_type",
+        )
+    if not isinstance(source.get("data"), str):
+        raise InputError(f"{path}.data: expected base64", field=f"{path}.data")
+    return image_of_base64(source["data"], f"{path}.data")
 
 
 def _assistant_message(blocks: Sequence[tuple[str, ContentBlock]], calls: set[str]) -> Message:

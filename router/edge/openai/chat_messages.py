@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, at_most, unsupported
+from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from router.edge.openai.tool_fields import AnyToolCall
-from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, tool_result
+from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, Part, tool_result
+from router.texts.image_files import image_of_url
 from tandem.errors import InputError
 
 
@@ -19,9 +20,25 @@ class TextPart(StrictModel):
     cache_control: object = None  # no effect: the prefix cache is automatic
 
 
+class ImageUrl(StrictModel):
+    url: str = Field(description="A data URL: `data:image/png;base64,...`. Nothing is fetched.")
+    detail: Literal["auto"] | None = Field(None, description="The model decides.")
+
+
+class ImagePart(StrictModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")],
+    Discriminator(lambda given: "Image" if type_of(given) == "image_url" else "Text"),
+]
+
+
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
     id: str | None = None  # of an earlier answer that the client sends again, as the following
     refusal: str | None = None
@@ -46,9 +63,22 @@ class ChatMessage(StrictModel):
             raise unsupported(f"{where}.role", f"value {self.role!r}", "send messages of role 'tool'")
         if self.content is None and not self.tool_calls:
             raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return Message("system" if self.role == "developer" else self.role, text, self._more(where, calls))
+        role, more = "system" if self.role == "developer" else self.role, self._more(where, calls)
+        if isinstance(self.content, list):
+            return Message.of_parts(role, self._parts(self.content, f"{where}.content"), more)
+        return Message(role, self.content or "", more)
+
+    def _parts(self, content: Sequence[TextPart | ImagePart], where: str) -> list[Part]:
+        parts: list[Part] = []
+        for number, part in enumerate(content):
+            if isinstance(part, TextPart):
+                parts.append(part.text)
+                continue
+            field = f"{where}.{number}.image_url"
+            if self.role != "user":
+                raise InputError(f"{field}: expected images only with role 'user'", field=field)
+            parts.append(image_of_url(part.image_url.url, f"{field}.url"))
+        return parts
 
     def _more(self, where: str, calls: set[str]) -> dict[str, Any]:
         """What the chat template reads beside role and content."""

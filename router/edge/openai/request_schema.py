@@ -368,7 +368,16 @@ def _path(fault: ErrorDetails) -> list[str]:
 
 
 _MODELS = ("TextPart", "TextContent", "DocumentText", "NamedTool", "NamedCustomTool", "AllowedToolsChoice")
-_TAGS = ("Function", "Custom", "Grammar", "AnyText", "Format", "StructuralTag")  # clients' keys have no capitals
+_TAGS = (
+    "Function",
+    "Custom",
+    "Grammar",
+    "AnyText",
+    "Format",
+    "StructuralTag",
+    "Text",
+    "Image",
+)  # clients' keys have no capitals
 _BRANCHES = frozenset(["str", "int", "float", *_MODELS, *_TAGS])
 
 

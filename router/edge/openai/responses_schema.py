@@ -1,5 +1,5 @@
-"""Requests of the Responses API: text and functions, nothing is stored. A field that needs tools of the server, other
-media or a stored conversation is refused by name."""
+"""Requests of the Responses API: text, images and functions, nothing is stored. A field that needs tools of the server,
+other media or a stored conversation is refused by name."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from router.edge.openai.strict_model import (
     is_empty,
     never,
     refuse_unsupported,
+    type_of,
     unsupported,
 )
 from router.edge.openai.tool_fields import (
@@ -48,12 +49,14 @@ from router.texts.chat import (
     Chat,
     Effort,
     Message,
+    Part,
     Tool,
     ToolUse,
     custom_call,
     tool_call,
     tool_result,
 )
+from router.texts.image_files import image_of_url
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, json_object, json_schema
 from tandem.request import MAX_LOGPROBS
@@ -80,6 +83,19 @@ class TextContent(StrictModel):
     logprobs: object = None
 
 
+class ImageContent(StrictModel):
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data URL: `data:image/png;base64,...`. Nothing is fetched.")
+    detail: Literal["auto"] | None = Field(None, description="The model decides.")
+    file_id: None = None
+
+
+Content = Annotated[
+    Annotated[TextContent, Tag("Text")] | Annotated[ImageContent, Tag("Image")],
+    Discriminator(lambda given: "Image" if type_of(given) == "input_image" else "Text"),
+]
+
+
 class InputItem(StrictModel):
     """A message, a call, the output of one, or the reasoning of an earlier answer. Others are refused."""
 
@@ -87,7 +103,7 @@ class InputItem(StrictModel):
 
     type: str = "message"
     role: str | None = None
-    content: str | Items[TextContent] | None = None
+    content: str | Items[Content] | None = None
     id: str | None = None
     status: str | None = None
     phase: object = None
@@ -126,8 +142,25 @@ _ITEM_FIELDS: dict[str, tuple[str, ...]] = {  # that each type must have
 }
 
 
-def _text(content: str | Sequence[TextContent] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def _text(content: str | Sequence[TextContent | ImageContent] | None, where: str) -> str:
+    """Of text alone. Raises InputError."""
+    return _message("", content, where).content
+
+
+def _message(role: str, content: str | Sequence[TextContent | ImageContent] | None, where: str) -> Message:
+    """Raises InputError."""
+    if isinstance(content, str):
+        return Message(role, content)
+    parts: list[Part] = []
+    for number, part in enumerate(content or ()):
+        if isinstance(part, TextContent):
+            parts.append(part.text)
+            continue
+        field = f"{where}.{number}.image_url"
+        if role != "user":
+            raise InputError(f"{field}: expected images only in messages of role 'user'", field=field)
+        parts.append(image_of_url(part.image_url, field))
+    return Message.of_parts(role, parts, {})
 
 
 def parse_items(items: Sequence[InputItem]) -> list[Message]:
@@ -150,11 +183,12 @@ def parse_items(items: Sequence[InputItem]) -> list[Message]:
             messages.append(assistant(Message("assistant", ""), {}))  # it has reasoned, and said nothing
         match item.type:
             case "reasoning":
-                thoughts += filter(None, [_text(item.content)])
+                thoughts += filter(None, [_text(item.content, f"{path}.content")])
             case "message" if item.role == "assistant":
-                messages.append(assistant(Message("assistant", _text(item.content)), {}))
+                messages.append(assistant(_message("assistant", item.content, f"{path}.content"), {}))
             case "message":
-                messages.append(Message("system" if item.role == "developer" else item.role or "", _text(item.content)))
+                role = "system" if item.role == "developer" else item.role or ""
+                messages.append(_message(role, item.content, f"{path}.content"))
             case "function_call" | "custom_tool_call":
                 call = _call(item, path)
                 calls.add(item.call_id or "")
@@ -162,7 +196,8 @@ def parse_items(items: Sequence[InputItem]) -> list[Message]:
                 last = messages.pop() if is_more else Message("assistant", "")
                 messages.append(assistant(last, {"tool_calls": [*last.more.get("tool_calls", ()), call]}))
             case "function_call_output" | "custom_tool_call_output":
-                messages.append(tool_result(item.call_id, calls, _text(item.output), f"{path}.call_id"))
+                text = _text(item.output, f"{path}.output")
+                messages.append(tool_result(item.call_id, calls, text, f"{path}.call_id"))
     if thoughts:
         messages.append(assistant(Message("assistant", ""), {}))
     return messages
@@ -277,7 +312,7 @@ class ResponsesRequest(StrictModel):
     service_tier: str | None = None
     store: bool | None = None  # ignored: nothing is stored
     prompt_cache_retention: str | None = Field(None, description="No effect: the prefix cache is automatic.")
-    image: dict[str, Any] | None = Field(None, description="No effect: images are refused.")
+    image: dict[str, Any] | None = Field(None, description="No effect.")
     # Refused unless the value changes nothing.
     access_programs: object = None
     background: bool | None = None

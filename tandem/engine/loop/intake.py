@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import count
 
 from tandem.clock import Clock
-from tandem.engine.api import EngineRequest, WithoutAdapters, check_adapter
-from tandem.errors import InputError
+from tandem.engine.api import EngineRequest, TextEngine, check_adapter
+from tandem.errors import InputError, UnsupportedField
 from tandem.grammar.masks import GrammarRun, Grammars, no_grammars
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
@@ -29,7 +29,9 @@ class Intake:
         self._arrivals = count()
 
     def sequence(self, request: EngineRequest) -> Sequence:
-        check_adapter(request, WithoutAdapters.adapters)
+        check_adapter(request, TextEngine.adapters)
+        if request.images:
+            raise UnsupportedField("images: expected none with this engine", field="images")
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none", field="prompt")
         self.check_tokens(request.prompt, "prompt")

@@ -89,7 +89,10 @@ def test_what_an_engine_cannot_do_is_told_once_for_all_its_workers() -> None:
         "decode-2: engine without embeddings",
     ]
     lacking = [each["cannot"] for each in to_json(told)["workers"]]
-    assert lacking == [["embeddings", "moves", "prompt_logprobs"]] * 2 + [["embeddings"], []]
+    assert lacking == [["embeddings", "images", "moves", "prompt_logprobs"]] * 2 + [
+        ["embeddings", "images"],
+        ["images"],
+    ]
 
 
 def test_the_scheme_of_the_edge_and_the_logs_are_told() -> None:

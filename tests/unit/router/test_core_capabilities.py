@@ -103,7 +103,7 @@ def test_answers_are_not_moved_off_a_worker_whose_engine_cannot_move_them() -> N
 
 
 def test_workers_of_before_there_were_capabilities_lack_what_came_with_them() -> None:
-    assert lacks(cluster_pb2.WorkerInfo()) == {Capability.EMBEDDINGS}
+    assert lacks(cluster_pb2.WorkerInfo()) == {Capability.EMBEDDINGS, Capability.IMAGES}
     assert lacks(cluster_pb2.WorkerInfo(can=cluster_pb2.Capabilities())) == frozenset(Capability)
     newer = cluster_pb2.Capabilities(names=["moves", "of_a_later_version"])
     assert lacks(cluster_pb2.WorkerInfo(can=newer)) == frozenset(Capability) - {Capability.MOVES}

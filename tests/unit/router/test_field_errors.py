@@ -33,7 +33,12 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
         ({"Format": 1}, "Format: unknown field; leave it out", "unknown_parameter"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0.type: expected 'text', got 'image_url'",
+            "messages.0.content.0.image_url.url: expected a data URL such as data:image/png;base64,..., got 'x'",
+            "invalid_value",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type: expected 'text', got 'video_url'",
             "invalid_value",
         ),
     ],

@@ -345,7 +345,20 @@ CALLER = "messages.0.content.0.caller"
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": "It"}]}, "messages.1.role"),
-        (user({"type": "image", "source": {}}), "messages.0.content.0.type"),
+        (user({"type": "image"}), "messages.0.content.0.source"),
+        (user({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0.source.type"),
+        (
+            user({"type": "image", "source": {"type": "base64", "media_type": "image/bmp", "data": ""}}),
+            "messages.0.content.0.source.media_type",
+        ),
+        (
+            user({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}}),
+            "messages.0.content.0.source.data",
+        ),
+        (
+            user({"type": "image", "source": {"type": "base64", "media_type": "image/png"}}),
+            "messages.0.content.0.source.data",
+        ),
         (user({"type": "document", "source": {}}), "messages.0.content.0.type"),
         (user({"type": "tool_use", "id": "c", "name": "f", "input": {}}), "messages.0.content.0.type"),
         (user({"type": "text"}), "messages.0.content.0.text"),

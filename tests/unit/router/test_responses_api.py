@@ -124,7 +124,12 @@ async def test_unsupported_fields_are_refused_by_name(cluster: Cluster, extra: d
         ({"input": 5}, "input"),
         ({"input": [{"role": "pope", "content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://x/y.png"}]}]},
+            "input.0.content.0.image_url",
+        ),
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input.0.y"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 2.5}, "temperature"),

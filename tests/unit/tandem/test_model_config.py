@@ -83,7 +83,7 @@ def test_what_an_older_config_leaves_out_has_its_usual_value(tmp_path: Path) -> 
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures: expected one of LlamaForCausalLM, Mistral"),
-        ({"architectures": None}, "MixtralForCausalLM, got None"),
+        ({"architectures": None}, "MixtralForCausalLM (others by another engine: engine.kind: vllm), got None"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive integer, got '64'"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive integer, got -1"),
@@ -163,3 +163,68 @@ def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
     (write_tiny_llama(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected \*\.safetensors files"):
         fingerprint(tmp_path)
+
+
+def nested(folder: Path, **text: Any) -> Path:
+    """A model of text and images, as LLaVA's config has it."""
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "eos_token_id": 7,
+        "text_config": text,
+        "vision_config": {"hidden_size": 16, "num_hidden_layers": 3},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_any_model_has_sizes_for_another_engine(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 99}
+    config = ModelConfig.of_any(nested(tmp_path, model_type="other", num_key_value_heads=2, **sizes))
+    assert (config.architecture, config.is_ours) == ("LlavaForConditionalGeneration", False)
+    assert (config.layers, config.hidden_size, config.kv_heads, config.vocab_size) == (5, 64, 2, 99)
+    assert (config.head_dim, config.intermediate_size, config.eos_token_ids) == (16, 256, {7})
+    assert config.fitting_tps() == (1, 2, 4)
+    with pytest.raises(ConfigError, match="one of 1, 2, 4 for a model of 4 query heads and 2 KV heads, got 3"):
+        config.check_tp(3)
+    with pytest.raises(CheckpointError, match="others by another engine: engine"):
+        ModelConfig.load(tmp_path)
+
+
+def test_what_the_text_part_leaves_out_is_its_familys(tmp_path: Path) -> None:
+    config = ModelConfig.of_any(nested(tmp_path, model_type="mistral", vocab_size=32064))
+    assert (config.layers, config.heads, config.kv_heads, config.vocab_size) == (32, 32, 8, 32064)
+
+
+def test_sizes_may_have_the_names_of_older_models(tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 128}))
+    found = ModelConfig.of_any(tmp_path)
+    assert (found.layers, found.heads, found.max_position_tokens) == (3, 4, 128)
+
+
+def test_a_model_of_ours_is_read_as_ever_and_a_quantised_one_is_for_another_engine(tmp_path: Path) -> None:
+    assert ModelConfig.of_any(changed(tmp_path)) == ModelConfig.load(changed(tmp_path))
+    quantised = ModelConfig.of_any(changed(tmp_path, quantization_config={"quant_method": "awq"}))
+    assert (quantised.is_ours, quantised.layers) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["X"]}, "num_attention_heads: expected a positive integer, got None"),
+        ({"architectures": []}, "architectures: expected a list with a name"),
+        ({"architectures": "X"}, "architectures: expected a list with a name"),
+    ],
+)
+def test_what_has_no_sizes_is_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=said):
+        ModelConfig.of_any(tmp_path)
+
+
+def test_the_files_that_say_how_images_are_read_count_for_the_fingerprint(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    before = fingerprint(folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert fingerprint(folder) != before

@@ -1,0 +1,211 @@
+"""Images through the whole of a cluster, with an engine whose answers show which image it read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from cluster.testing.small_rank import __name__ as SMALL_RANK
+from router.edge.openai.request_schema import ChatCompletionRequest
+from tandem.config.router import Disaggregation, RouterSpec
+from tandem.images import ExpandedPrompt, PromptImage
+from tandem.testing.models import SPECIAL_TOKENS, write_tiny_llama
+from tandem.testing.small_engine import VOCAB, SmallEngine, answer_of
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.special_texts import SpecialTexts, encode_marked
+from tandem.text.tokenizer import Tokenizer
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1 import inference_pb2_grpc
+from tests.integration.conftest import Routed, StartRouted
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|endoftext|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
+CAT, DOG = b"\x89PNG\r\n\x1a\n cat cat cat", b"\xff\xd8\xff a dog, which is larger"
+TOKENS = 12
+Part = str | bytes
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+class Asking:
+    def __init__(self, live: Routed, http: httpx.AsyncClient, model_dir: Path) -> None:
+        self.live, self.http = live, http
+        template = ChatTemplate.load(model_dir)
+        assert template is not None
+        self._template, self._tokenizer = template, Tokenizer.load(model_dir)
+
+    async def chat(self, *parts: Part, **more: Any) -> httpx.Response:
+        content = [
+            {"type": "text", "text": each}
+            if isinstance(each, str)
+            else {"type": "image_url", "image_url": {"url": data_url(each)}}
+            for each in parts
+        ]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": TOKENS}
+        return await self.http.post("/v1/chat/completions", json=body | {"temperature": 0} | more)
+
+    async def text(self, *parts: Part) -> str:
+        reply = await self.chat(*parts)
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["choices"][0]["message"]["content"])
+
+    def prompt(self, *parts: Part) -> ExpandedPrompt:
+        shown = [{"type": "image"} if isinstance(each, bytes) else {"type": "text", "text": each} for each in parts]
+        written = SpecialTexts(SPECIAL_TOKENS).mark(shown)
+        tokens = encode_marked(self._tokenizer, self._template.render([{"role": "user", "content": written}]))
+        return SmallEngine(1).expand(tokens, [each for each in parts if isinstance(each, bytes)])
+
+    def expected(self, *parts: Part) -> str:
+        prompt = self.prompt(*parts)
+        files = [each for each in parts if isinstance(each, bytes)]
+        images = [PromptImage.of(*span, data) for span, data in zip(prompt.spans, files, strict=True)]
+        tokens = answer_of(prompt.tokens, TOKENS, images=images)
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture
+def asking(routed: StartRouted, model_dir: Path) -> Any:
+    @asynccontextmanager
+    async def start(prefill: int = 1, decode: int = 1, **more: Any) -> AsyncIterator[Asking]:
+        more = {"rank_module": SMALL_RANK} | more
+        async with (
+            routed(model_dir, prefill=prefill, decode=decode, **more) as live,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}", timeout=60.0) as http,
+        ):
+            yield Asking(live, http, model_dir)
+
+    return start
+
+
+async def test_answers_are_of_the_images_and_their_places(asking: Any) -> None:
+    chats: list[list[Part]] = [
+        [CAT, "what is it"],
+        [DOG, "what is it"],
+        ["what is it", CAT],
+        [CAT, "or", DOG],
+        [DOG, "or", CAT],
+        [CAT, CAT],
+        ["<|endoftext|> is text"],
+    ]
+    async with asking(prefill=2, decode=2) as asked:
+        found = await asyncio.gather(*(asked.text(*parts) for parts in chats))
+        assert found == [asked.expected(*parts) for parts in chats]
+        assert len(set(found)) == len(chats)
+        usage = (await asked.chat(CAT, DOG)).json()["usage"]
+        assert usage["prompt_tokens"] == len(asked.prompt(CAT, DOG).tokens)
+
+
+async def test_every_api_takes_images(asking: Any) -> None:
+    async with asking() as asked:
+        expected, size = asked.expected("see", CAT), len(asked.prompt("see", CAT).tokens)
+        content: list[dict[str, Any]] = [
+            {"type": "input_text", "text": "see"},
+            {"type": "input_image", "image_url": data_url(CAT), "detail": "auto"},
+        ]
+        body = {"model": "tiny", "temperature": 0}
+        reply = await asked.http.post(
+            "/v1/responses",
+            json=body | {"input": [{"role": "user", "content": content}], "max_output_tokens": TOKENS},
+        )
+        assert reply.json()["output"][0]["content"][0]["text"] == expected, reply.text
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(CAT).decode()}
+        content = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
+        messages = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        reply = await asked.http.post("/v1/messages", json=messages | {"temperature": 0, "max_tokens": TOKENS})
+        assert reply.json()["content"][0]["text"] == expected, reply.text
+        reply = await asked.http.post("/v1/messages/count_tokens", json=messages)
+        assert reply.json() == {"input_tokens": size}
+        content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": data_url(CAT)}}]
+        reply = await asked.http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]})
+        assert tuple(reply.json()["tokens"]) == asked.prompt("see", CAT).tokens
+        message = pb.ChatMessage(role="user", parts=[pb.ContentPart(text="see"), pb.ContentPart(image=CAT)])
+        request = pb.GenerateRequest(
+            chat=pb.ChatMessages(messages=[message]), sampling=pb.SamplingParams(temperature=0, max_tokens=TOKENS)
+        )
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{asked.live.app.grpc_port}") as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            text = "".join([each.chunk.text async for each in stub.Generate(request)])
+        assert text == expected
+
+
+async def test_an_answer_is_whole_though_its_decode_worker_is_killed(asking: Any) -> None:
+    """The image goes to the next worker too."""
+    async with asking(decode=2) as asked:
+        many = [asyncio.create_task(asked.text(CAT, "what is it", str(number))) for number in range(40)]
+        await asyncio.sleep(0.2)
+        asked.live.workers.live["decode-0"].ranks[0].kill()
+        assert await asyncio.gather(*many) == [asked.expected(CAT, "what is it", str(n)) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([b"BM not one of those"], "messages.0.content.0.image_url.url: expected an image in PNG, JPEG, WebP or GIF"),
+        ([CAT] * 17, "images: expected at most 16, got 17"),
+        ([b"GIF89a" + bytes(600), "x"], "This model's maximum context length is 512 tokens"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused_by_name(asking: Any, parts: list[Part], said: str) -> None:
+    async with asking() as asked:
+        reply = await asked.chat(*parts)
+        assert (reply.status_code, said in reply.json()["error"]["message"]) == (400, True), reply.text
+        assert await asked.text("and text goes on") == asked.expected("and text goes on")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://example.org/cat.png", "expected a data URL: the server fetches nothing"),
+        ("file:///etc/passwd", "expected a data URL: the server fetches nothing"),
+        ("data:image/png,plain", "expected a data URL such as data:image/png;base64,..."),
+        ("data:image/png;base64,???", "expected base64, got other text"),
+    ],
+)
+async def test_only_data_urls_are_taken(url: str, said: str) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
+    with pytest.raises(Exception, match=said):
+        request.parse()
+
+
+async def test_a_model_of_text_refuses_images(asking: Any) -> None:
+    own = "cluster.backends.rank_process"
+    async with asking(rank_module=own) as asked:
+        reply = await asked.chat(CAT)
+        said = "messages: expected text alone: no engine of tiny takes images"
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
+        assert (await asked.chat("text")).status_code == 200
+
+
+async def test_images_of_all_requests_have_a_limit(asking: Any) -> None:
+    """Of 64 largest bodies."""
+    router = RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, max_body_bytes=1024)
+    async with asking(router=router) as asked:
+        app = asked.live.app
+        app.service._images._room_bytes = len(CAT)
+        assert await asked.text(CAT) == asked.expected(CAT)
+        reply = await asked.chat(DOG)
+        assert reply.status_code in (429, 503)
+        assert "images: those of the requests here take" in reply.json()["error"]["message"]
