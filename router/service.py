@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,7 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.image_expansion import ImageExpander
 from router.requests.validation import (
     CHARS_PER_TOKEN_OFTEN,
+    Prompt,
     RawRequest,
     ServingModel,
     ValidRequest,
@@ -33,6 +35,7 @@ from router.requests.validation import (
 )
 from router.texts.chat import Chat
 from tandem.errors import (
+    DeadlineExceeded,
     InputError,
     ModelNotFound,
     OverloadedError,
@@ -45,6 +48,8 @@ from tandem.v1 import cluster_pb2
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
+BYTES_PER_TOKEN = 64  # likewise of an image
+IMAGE_TOKENS = 256  # that one often has, before it is known
 SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
 PART_TOKENS = 4096  # of a part: what a busy worker takes a few seconds for
 PART_WAIT_S = 60.0  # without a deadline, for room in the queue
@@ -140,9 +145,10 @@ class RouterService:
 
         Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
         """
-        model, request = await self._parse(raw, terms, model_required, new_request_id())
-        self._check_limits([request], terms)
-        stream = self.dispatcher.submit(model, request, terms)
+        with self._held_images([raw], 1):
+            model, request = await self._parse(raw, terms, model_required, new_request_id())
+            self._check_limits([request], terms)
+            stream = self.dispatcher.submit(model, request, terms)
         self._count_prompts(model, [request], terms)
         return SubmittedRequest(request, model, stream)
 
@@ -160,16 +166,29 @@ class RouterService:
         except InputError as error:
             self.rejected(raws[0].model, error)
             raise
-        parsed = await self._parse_all(raws, request_id, terms)
-        requests = fit_logprobs([request for _, request in parsed], raws, choices)
-        parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
-        try:
-            check_answers(requests, choices)
-        except InputError as error:
-            self.rejected(requests[0].model, error)
-            raise
-        self._check_limits(requests, terms)
-        return await self._submit_parsed(parsed, choices, request_id, terms)
+        with self._held_images(raws, choices):
+            parsed = await self._parse_all(raws, request_id, terms)
+            requests = fit_logprobs([request for _, request in parsed], raws, choices)
+            parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
+            try:
+                check_answers(requests, choices)
+            except InputError as error:
+                self.rejected(requests[0].model, error)
+                raise
+            self._check_limits(requests, terms)
+            return await self._submit_parsed(parsed, choices, request_id, terms)
+
+    @contextmanager
+    def _held_images(self, raws: Sequence[RawRequest], choices: int) -> Iterator[None]:
+        """Until they are submitted. Raises InputError, OverloadedError."""
+        with ExitStack() as held:
+            try:
+                for raw in raws:
+                    held.enter_context(self._images.held(_images_of(raw.prompt), choices))
+            except (InputError, OverloadedError) as error:
+                self.rejected(raws[0].model, error)
+                raise
+            yield
 
     async def submit_in_parts(
         self,
@@ -249,22 +268,23 @@ class RouterService:
             if call is not None:
                 call.request_id = request_id
                 call.name_model(model.name)
-            if isinstance(raw.prompt, Chat) and raw.prompt.images:
-                self._images.check(model.base, raw.prompt.images)
-                if call is not None:
-                    call.check_prompt(raw.prompt.chars // CHARS_PER_TOKEN_OFTEN)  # before a worker reads them
+            if images := _images_of(raw.prompt):
+                self._images.check(model.base)
+                if call is not None:  # before a worker reads them
+                    call.check_prompt(IMAGE_TOKENS * len(images))
             limit = self.dispatcher.fleet.max_model_tokens(model.base)
             salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
+            tenant, deadline_s = ("", None) if terms is None else (terms.tenant, terms.deadline_s)
             return model, await model.parse(
                 raw,
                 self.threads,
-                tenant="" if terms is None else terms.tenant,
+                tenant=tenant,
                 max_model_tokens=limit,
                 request_id=request_id,
                 cache_salt=salt,
-                expand=partial(self._images.expand, model.base),
+                expand=partial(self._images.expand, model.base, tenant, deadline_s),
             )
-        except (InputError, OverloadedError, RateLimited, UnavailableError) as error:
+        except (DeadlineExceeded, InputError, RateLimited, UnavailableError) as error:
             self.rejected(raw.model, error)
             raise
 
@@ -292,12 +312,13 @@ class RouterService:
         """
         estimate = prompt_chars(prompt) // CHARS_PER_TOKEN_OFTEN
         found = self._bill_tokens(model, estimate, call)
-        images = prompt.images if isinstance(prompt, Chat) else ()
+        images, tenant = _images_of(prompt), _tenant_of(call)
         if images:
-            self._images.check(found.base, images)
-        tokens = await found.tokenize(prompt, self.threads, _tenant_of(call), special_tokens=special_tokens)
-        if images:
-            tokens = (await self._images.expand(found.base, tokens, images)).tokens
+            self._images.check(found.base)
+        with self._images.held(images):
+            tokens = await found.tokenize(prompt, self.threads, tenant, special_tokens=special_tokens)
+            if images:
+                tokens = (await self._images.expand(found.base, tenant, None, tokens, images)).tokens
         if call is not None:
             call.add_prompt(found.name, len(tokens) - estimate)
         return found, tokens
@@ -351,6 +372,10 @@ def _parts(parsed: Sequence[Parsed], most: int) -> list[list[Parsed]]:
     return parts
 
 
+def _images_of(prompt: Prompt) -> tuple[bytes, ...]:
+    return prompt.images if isinstance(prompt, Chat) else ()
+
+
 def _prompt_tokens(requests: Sequence[ValidRequest]) -> int:
     return sum(request.prompt_tokens for request in requests)
 
@@ -358,6 +383,7 @@ def _prompt_tokens(requests: Sequence[ValidRequest]) -> int:
 def _submit_tokens(request: ValidRequest) -> int:
     """What a submission costs the event loop, in tokens of a prompt to copy."""
     copied = request.prompt_tokens + len(request.prediction or ())
+    copied += sum(len(each.data) for each in request.images) // BYTES_PER_TOKEN
     return REQUEST_TOKENS + copied + BIAS_TOKENS * len(request.sampling.logit_bias)
 
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 
 from tandem.engine.api import Engine
-from tandem.errors import RequestFailed, TandemError
+from tandem.errors import RequestCancelled, RequestFailed, TandemError
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.v1 import worker_pb2
 from worker.inbox import ImagesRead
-from worker.requests import BUGS, RequestKey
+from worker.requests import RequestKey
 from worker.wire import parse_images
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """`frames`: in their order; none of a prompt to expand. `is_left`: nobody waits for it any more."""
+
+    frames: list[worker_pb2.RouterFrame]
+    is_left: bool = False
+
+
 class ImageReading:
-    """The frames of a request whose images are being read wait here, in order.
+    """The frames of a request whose images are being read wait here.
 
     Args:
         tell: takes what came of it, from the thread; `read` gets it then in the leader's.
@@ -29,45 +38,54 @@ class ImageReading:
         self._engine = engine
         self._reading = reading
         self._tell = tell
-        self._waiting: dict[RequestKey, list[worker_pb2.RouterFrame]] = {}
+        self._waiting: dict[RequestKey, _Waiting] = {}
 
     def sessions(self) -> set[int]:
         """Those whose routers wait for it."""
         return {key.session for key in self._waiting}
 
     def takes(self, session: int, request_id: str, frame: worker_pb2.RouterFrame) -> bool:
-        """Whether the frame waits here. Raises InputError for a second request of the same id."""
-        key = RequestKey(session, request_id)
+        """Whether the frame waits here."""
+        key, kind = RequestKey(session, request_id), frame.WhichOneof("frame")
         if (waiting := self._waiting.get(key)) is not None:
-            waiting.append(frame)
+            if kind == "cancel":
+                waiting.is_left = True  # what has not begun is never read
+                self._tell(ImagesRead(session, request_id, RequestCancelled("the router cancelled the request")))
+            else:
+                waiting.frames.append(frame)
             return True
-        match frame.WhichOneof("frame"):
-            case "expand_images":
-                asked = frame.expand_images
-                self._start(key, [], partial(self._engine.expand, tuple(asked.prompt), tuple(asked.images)))
-                return True
-            case "generate" | "reserve" | "prefill" as kind if getattr(frame, kind).work.images:
-                images = parse_images(getattr(frame, kind).work)
-                self._start(key, [frame], partial(self._read, images))
-                return True
-            case _:
-                return False
+        if kind == "expand_images":
+            asked = frame.expand_images
+            self._start(key, [], partial(self._engine.expand, tuple(asked.prompt), tuple(asked.images)))
+            return True
+        if kind in ("generate", "reserve", "prefill") and (work := getattr(frame, kind).work).images:
+            self._start(key, [frame], partial(self._read, work))
+            return True
+        return False
 
-    def read(self, result: ImagesRead) -> Sequence[worker_pb2.RouterFrame]:
-        """The frames that waited for it, which go on now."""
-        return self._waiting.pop(RequestKey(result.session, result.request_id), ())
+    def read(self, result: ImagesRead) -> Sequence[worker_pb2.RouterFrame] | None:
+        """The frames that waited for it. None: nobody waits for it any more."""
+        waiting = self._waiting.pop(RequestKey(result.session, result.request_id), None)
+        return None if waiting is None else waiting.frames
 
     def drop(self, session: int) -> None:
         """The session ended."""
-        self._waiting = {key: frames for key, frames in self._waiting.items() if key.session != session}
+        for key in [each for each in self._waiting if each.session == session]:
+            self._waiting.pop(key).is_left = True
 
     def _start(
         self, key: RequestKey, frames: list[worker_pb2.RouterFrame], read: Callable[[], ExpandedPrompt | None]
     ) -> None:
-        self._waiting[key] = frames
-        self._reading.submit(lambda: self._tell(ImagesRead(key.session, key.request_id, _result(read))))
+        waiting = self._waiting[key] = _Waiting(frames)
 
-    def _read(self, images: Sequence[PromptImage]) -> None:
+        def work() -> None:
+            if not waiting.is_left:
+                self._tell(ImagesRead(key.session, key.request_id, _result(read)))
+
+        self._reading.submit(work)
+
+    def _read(self, work: worker_pb2.Work) -> None:
+        images: tuple[PromptImage, ...] = parse_images(work)
         self._engine.read_images(images)
 
 
@@ -76,6 +94,6 @@ def _result(read: Callable[[], ExpandedPrompt | None]) -> ExpandedPrompt | Tande
         return read()
     except TandemError as error:
         return error
-    except BUGS as error:
+    except Exception as error:  # also torch's, of memory: it ends the request
         log.exception("images could not be read")
         return RequestFailed.by(error)

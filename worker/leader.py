@@ -241,7 +241,7 @@ class Leader:
     def _on_images(self, result: ImagesRead) -> None:
         frames, read = self._images.read(result), result.result
         session, request_id = result.session, result.request_id
-        if session not in self._requests.sessions:
+        if frames is None:
             return
         if read is None:
             for frame in frames:

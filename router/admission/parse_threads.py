@@ -23,30 +23,20 @@ class _Turn:
     tenant: str
     tokens: int
     ready: asyncio.Future[None]
-    has_thread: bool = False
+    has_slot: bool = False
     priority: str = _CLASS
 
 
-class ParseThreads:
-    """Runs work in the threads of an executor. Tenants that wait share the threads equally, by the cost of their work.
+class FairSlots:
+    """So many pieces of work run at a time. Tenants that wait share the slots equally, by the cost of their work."""
 
-    Args:
-        threads: so many pieces of work run at a time, and no more wait within the executor.
-    """
-
-    def __init__(self, executor: Executor, threads: int) -> None:
-        self._executor = executor
-        self._free = threads
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._waiting: FairTurns[_Turn] = FairTurns({_CLASS: 1.0})
 
-    async def parse(self, tenant: str, size: int, work: Callable[[], Result]) -> Result:
-        """As `run`, of a message of `size` bytes; at once if it is short."""
-        return work() if size <= INLINE_BYTES else await self.run(tenant, size, work)
-
-    async def run(self, tenant: str, cost: int, work: Callable[[], Result]) -> Result:
-        """The result of `work`, whose exceptions it raises."""
-        loop = asyncio.get_running_loop()
-        turn = _Turn(tenant, max(1, cost), loop.create_future())
+    async def take(self, tenant: str, cost: int) -> None:
+        """Returns when there is a slot; `release` gives it back."""
+        turn = _Turn(tenant, max(1, cost), asyncio.get_running_loop().create_future())
         self._waiting.add(turn)
         self._next()
         try:
@@ -54,9 +44,10 @@ class ParseThreads:
         except asyncio.CancelledError:
             self._give_up(turn)
             raise
-        running = loop.run_in_executor(self._executor, work)
-        running.add_done_callback(self._ended)  # also if the caller no longer waits: the thread is busy until then
-        return await asyncio.shield(running)
+
+    def release(self) -> None:
+        self._free += 1
+        self._next()
 
     def _next(self) -> None:
         while self._free and (turn := self._waiting.head()) is not None:
@@ -65,20 +56,39 @@ class ParseThreads:
                 continue
             self._waiting.take(turn)
             self._free -= 1
-            turn.has_thread = True
+            turn.has_slot = True
             turn.ready.set_result(None)
 
     def _give_up(self, turn: _Turn) -> None:
-        if turn.has_thread:
-            self._release()
+        if turn.has_slot:
+            self.release()
         elif turn in self._waiting:
             self._waiting.remove(turn)
+
+
+class ParseThreads:
+    """Runs work in the threads of an executor, fairly.
+
+    Args:
+        threads: so many pieces of work run at a time, and no more wait within the executor.
+    """
+
+    def __init__(self, executor: Executor, threads: int) -> None:
+        self._executor = executor
+        self._slots = FairSlots(threads)
+
+    async def parse(self, tenant: str, size: int, work: Callable[[], Result]) -> Result:
+        """As `run`, of a message of `size` bytes; at once if it is short."""
+        return work() if size <= INLINE_BYTES else await self.run(tenant, size, work)
+
+    async def run(self, tenant: str, cost: int, work: Callable[[], Result]) -> Result:
+        """The result of `work`, whose exceptions it raises."""
+        await self._slots.take(tenant, cost)
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        running.add_done_callback(self._ended)  # also if the caller no longer waits: the thread is busy until then
+        return await asyncio.shield(running)
 
     def _ended(self, running: asyncio.Future[Result]) -> None:
         if not running.cancelled():
             running.exception()  # the caller may be gone
-        self._release()
-
-    def _release(self) -> None:
-        self._free += 1
-        self._next()
+        self._slots.release()

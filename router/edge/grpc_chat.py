@@ -54,7 +54,8 @@ def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
             f"{where}.role: expected {', '.join(ROLES[:-1])} or {ROLES[-1]}, got {given.role[:40]!r}",
             field=f"{where}.role",
         )
-    for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
+    of_roles = (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool"), ("parts", "user"))
+    for name, role in of_roles:
         if getattr(given, name) and given.role != role:
             raise InputError(f"{where}.{name}: expected only with role {role!r}", field=f"{where}.{name}")
     if given.role == "tool":
@@ -73,9 +74,9 @@ def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:
 
 
 def _parts(given: pb.ChatMessage, where: str) -> list[Part]:
-    if given.role != "user" or given.content:
+    if given.content:
         field = f"{where}.parts"
-        raise InputError(f"{field}: expected only with role 'user', and without content", field=field)
+        raise InputError(f"{field}: expected no content beside it", field=field)
     check_length(f"{where}.parts", len(given.parts), MAX_MESSAGES)
     return [
         each.text if each.WhichOneof("part") == "text" else checked_image(each.image, f"{where}.parts.{number}.image")

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from router.admission.parse_threads import FairSlots
 from router.prefix_index.mirror import WorkerKey
 from router.requests.dispatcher import Dispatcher
 from router.workers.fleet import Worker
 from tandem.config.model import Role
 from tandem.engine.api import Capability
-from tandem.errors import InputError, OverloadedError, UnavailableError, UnsupportedField, WorkerLost
+from tandem.errors import (
+    DeadlineExceeded,
+    InputError,
+    OverloadedError,
+    UnavailableError,
+    UnsupportedField,
+    WorkerLost,
+)
 from tandem.images import MAX_IMAGES, MAX_IMAGES_BYTES, ExpandedPrompt
 from tandem.request import check_length
 
-AT_ONCE = 8  # of this router: a worker reads one image after another
-TIMEOUT_S = 30.0
+AT_ONCE = 4  # of a model, by this router: a worker reads one image after another
+TIMEOUT_S = 60.0
+POLL_S = 0.1  # while no worker is there
 ATTEMPTS = 3
+FIELD = "messages"
 
 
 class ImageExpander:
@@ -26,62 +39,91 @@ class ImageExpander:
         self._dispatcher = dispatcher
         self._fleet = dispatcher.fleet
         self._room_bytes = room_bytes
-        self._expanding_bytes = 0
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._parsed_bytes = 0  # of requests on their way to the dispatcher
+        self._slots: defaultdict[str, FairSlots] = defaultdict(lambda: FairSlots(AT_ONCE))  # by model
 
-    def check(self, model: str, images: Sequence[bytes]) -> None:
-        """Before anything is made of a request. Raises InputError, UnsupportedField, OverloadedError."""
-        workers = [each for each in self._fleet.workers() if each.listed and each.link.info.model == model]
-        if workers and all(Capability.IMAGES in each.link.lacks for each in workers):
-            raise UnsupportedField(
-                f"messages: expected text alone: no engine of {model} takes images", field="messages"
-            )
-        check_length("images", len(images), MAX_IMAGES)
-        size = sum(map(len, images))
+    @contextmanager
+    def held(self, images: Sequence[bytes], choices: int = 1) -> Iterator[None]:
+        """Counts the images of a request until the dispatcher has it, once for each of its choices: each is sent to
+        workers of its own. Raises InputError, OverloadedError."""
+        check_length(FIELD, len(images), MAX_IMAGES)
+        size = choices * sum(map(len, images))
         if size > MAX_IMAGES_BYTES:
             raise InputError(
-                f"images: expected at most {MAX_IMAGES_BYTES >> 20} MiB in a request, got {size} bytes: send smaller "
-                "ones",
-                field="images",
+                f"{FIELD}: expected at most {MAX_IMAGES_BYTES >> 20} MiB of images, for all choices together, got "
+                f"{size} bytes: send smaller ones, or ask for fewer answers at a time",
+                field=FIELD,
             )
-        if self._expanding_bytes + self._held_bytes() + size > self._room_bytes:
+        if size and self._parsed_bytes + self._submitted_bytes() + size > self._room_bytes:
             raise OverloadedError(
-                f"images: those of the requests here take {self._room_bytes >> 20} MiB, the most they may: retry later",
+                f"{FIELD}: the images of the requests here take {self._room_bytes >> 20} MiB, the most they may: retry "
+                "later",
                 retry_after_s=1.0,
             )
-
-    async def expand(self, model: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        """The prompt as the model's engines read it. Raises InputError, UnsupportedField, UnavailableError."""
-        size = sum(map(len, images))
-        self._expanding_bytes += size
+        self._parsed_bytes += size
         try:
-            async with self._turns:
-                return await self._expand(model, prompt, images)
+            yield
         finally:
-            self._expanding_bytes -= size
+            self._parsed_bytes -= size
 
-    async def _expand(self, model: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        failed: set[WorkerKey] = set()
-        for _ in range(ATTEMPTS):
-            worker = self._worker(model, failed)
+    def check(self, model: str) -> None:
+        """Raises UnsupportedField for a model that takes no images."""
+        workers = [each for each in self._fleet.workers() if each.listed and each.link.info.model == model]
+        if workers and all(Capability.IMAGES in each.link.lacks for each in workers):
+            raise UnsupportedField(f"{FIELD}: expected text alone: no engine of {model} takes images", field=FIELD)
+
+    async def expand(
+        self, model: str, tenant: str, deadline_s: float | None, prompt: Sequence[int], images: Sequence[bytes]
+    ) -> ExpandedPrompt:
+        """The prompt as the model's engines read it. Raises InputError, UnsupportedField, UnavailableError,
+        DeadlineExceeded."""
+        left_s = TIMEOUT_S if deadline_s is None else min(TIMEOUT_S, deadline_s - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._expand(model, tenant, prompt, images)
+        except TimeoutError:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise DeadlineExceeded("the deadline passed while the images were read") from None
+            raise UnavailableError(f"{FIELD}: no worker has read the images; retry later", retry_after_s=1.0) from None
+
+    async def _expand(self, model: str, tenant: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+        slots, failed = self._slots[model], set[WorkerKey]()
+        while len(failed) < ATTEMPTS:
+            if (worker := self._worker(model, failed)) is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            await slots.take(tenant, sum(map(len, images)))
             try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    return await worker.link.expand(prompt, images)
-            except (WorkerLost, TimeoutError):
+                wire_id, answer = worker.link.expand(prompt, images)
+            except WorkerLost:
+                slots.release()
                 failed.add(worker.key)
-        raise UnavailableError(
-            "images: the workers that read them were lost or too slow; retry later", retry_after_s=1.0
-        )
+                continue
+            answer.add_done_callback(lambda done: _ended(done, slots))  # the worker is busy until then
+            try:
+                return await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                worker.link.cancel(wire_id)
+                raise
+            except WorkerLost:
+                failed.add(worker.key)
+        raise UnavailableError(f"{FIELD}: the workers that read the images were lost; retry later", retry_after_s=1.0)
 
-    def _worker(self, model: str, failed: set[WorkerKey]) -> Worker:
+    def _worker(self, model: str, failed: set[WorkerKey]) -> Worker | None:
         ready = [each for role in (Role.PREFILL, Role.DECODE) for each in self._fleet.ready(model, role)]
         able = [each for each in ready if Capability.IMAGES not in each.link.lacks and each.key not in failed]
-        if not able:
-            raise UnavailableError("images: no worker can read them now; retry later", retry_after_s=1.0)
-        return min(able, key=lambda each: (each.role is Role.DECODE, each.running_requests))
+        return min(
+            able,
+            key=lambda each: (each.role is Role.DECODE, each.link.expanding, each.running_requests),
+            default=None,
+        )
 
-    def _held_bytes(self) -> int:
-        """A file counts once for all choices of a request."""
+    def _submitted_bytes(self) -> int:
         runs = (*self._dispatcher.running(), *self._dispatcher.waiting())
-        files = {id(image.data): len(image.data) for run in runs for image in run.request.images}
-        return sum(files.values())
+        return sum(len(image.data) for run in runs for image in run.request.images)
+
+
+def _ended(answer: asyncio.Future[ExpandedPrompt], slots: FairSlots) -> None:
+    if not answer.cancelled():
+        answer.exception()  # the caller may be gone
+    slots.release()

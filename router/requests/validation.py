@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from router.admission.parse_threads import ParseThreads
 from router.model_formats.registry import formats_of
@@ -206,21 +205,21 @@ class ServingModel:
         stop_chars = sum(map(len, raw.sampling.stop))
         texts = [raw.prompt, *([] if raw.prediction is None else [raw.prediction])]
         chars = sum(map(prompt_chars, texts)) + stop_chars
-        if isinstance(raw.prompt, Chat) and (images := raw.prompt.images):
-            if expand is None:
-                raise InputError("messages: expected text alone, got images", field="messages")
-            prompted = await threads.run(tenant, chars, partial(self._prompted, raw, limit))
-            expanded = await expand(prompted.tokens, images)
-            work = partial(self._parse_expanded, raw, limit, request_id, cache_salt, prompted, expanded)
-            request, constraint = await threads.run(tenant, chars, work)
-        elif all(map(_is_short, texts)) and stop_chars <= INLINE_STOP_CHARS:
-            request, constraint = self._parse(raw, limit, request_id, cache_salt)
+        images = raw.prompt.images if isinstance(raw.prompt, Chat) else ()
+        if images and expand is None:
+            raise InputError("messages: expected text alone, got images", field="messages")
+        work = partial(self._parse, raw, limit, request_id, cache_salt)
+        if all(map(_is_short, texts)) and stop_chars <= INLINE_STOP_CHARS:
+            request, constraint = work()
         else:
-            request, constraint = await threads.run(
-                tenant, chars, partial(self._parse, raw, limit, request_id, cache_salt)
-            )
+            request, constraint = await threads.run(tenant, chars, work)
         if constraint is not None:
             await self._grammars.check(constraint, threads, tenant)
+        if images and expand is not None:  # once all else is known to be right
+            expanded = await expand(request.prompt, images)
+            request = await threads.run(
+                tenant, chars, partial(self._with_images, raw, limit, request, constraint, expanded)
+            )
         return request
 
     async def tokenize(
@@ -301,23 +300,22 @@ class ServingModel:
         """And the constraint to check."""
         return self._valid(raw, limit, request_id, cache_salt, self._prompted(raw, limit))
 
-    def _parse_expanded(
+    def _with_images(
         self,
         raw: RawRequest,
         limit: int,
-        request_id: str,
-        cache_salt: bytes,
-        prompted: _Prompted,
+        request: ValidRequest,
+        constraint: Constraint | None,
         expanded: ExpandedPrompt,
-    ) -> tuple[ValidRequest, Constraint | None]:
+    ) -> ValidRequest:
         assert isinstance(raw.prompt, Chat)
         check_spans(expanded.spans, len(expanded.tokens))
         images = tuple(
             PromptImage.of(start, tokens, data)
             for (start, tokens), data in zip(expanded.spans, raw.prompt.images, strict=True)
         )
-        whole = structs.replace(prompted, tokens=expanded.tokens, images=images)
-        return self._valid(raw, limit, request_id, cache_salt, whole)
+        prompted = _Prompted("messages", expanded.tokens, constraint, request.reading, images)
+        return self._valid(raw, limit, request.request_id, request.cache_salt, prompted)[0]
 
     def _prompted(self, raw: RawRequest, limit: int) -> _Prompted:
         constraint = raw.sampling.constraint

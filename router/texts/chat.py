@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 from router.model_formats.custom_input import input_schema
@@ -50,9 +51,15 @@ class Message:
     @classmethod
     def of_parts(cls, role: str, parts: Sequence[Part], more: Mapping[str, Any], *, between: str = "") -> Message:
         """`between`: texts that follow each other."""
-        text = between.join(each for each in parts if isinstance(each, str))
-        has_images = any(isinstance(each, bytes) for each in parts)
-        return cls(role, text, more, tuple(parts) if has_images else ())
+        texts = [each for each in parts if isinstance(each, str)]
+        text = between.join(texts)
+        if len(texts) == len(parts):
+            return cls(role, text, more)
+        joined: list[Part] = []
+        for is_image, run in groupby(parts, lambda each: isinstance(each, bytes)):
+            some = list(run)
+            joined += some if is_image else [between.join(each for each in some if isinstance(each, str))]
+        return cls(role, text, more, tuple(joined))
 
     @property
     def images(self) -> list[bytes]:
@@ -231,12 +238,16 @@ def described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return [{"role": "system", "content": text}, *plain]
 
 
+def in_parts(content: Any) -> list[dict[str, Any]]:
+    """A message's content, as templates read it that know parts alone."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _with(content: Any, more: Any) -> Any:
     """Both are texts, or lists of parts if they have images."""
     if isinstance(content, str) and isinstance(more, str):
         return f"{content}\n{more}"
-    both = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, "\n", more)]
-    return [part for parts in both for part in parts]
+    return [*in_parts(content), *in_parts("\n"), *in_parts(more)]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:

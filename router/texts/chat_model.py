@@ -11,7 +11,7 @@ from router.model_formats.formats.harmony import HARMONY
 from router.model_formats.grammar import FreeArguments, GrammarText, Mode, Schema, Tools
 from router.model_formats.parser import AnswerParser, grammar, kept_tokens
 from router.model_formats.registry import Formats
-from router.texts.chat import THINKING, Chat, ToolUse, described
+from router.texts.chat import THINKING, Chat, ToolUse, described, in_parts
 from router.texts.detokenizer import KeptTokens, TokenDecoder
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, joined, json_schema
@@ -74,6 +74,8 @@ class ChatModel:
         )
         if self._formats.is_described:
             messages, tools = described(messages, tools), []
+        if self._template.reads_parts:
+            messages = [each | {"content": in_parts(each["content"])} for each in messages]
         text = self._template.render(messages, tools=tools or None, settings=settings)
         reasoning = self._formats.reasoning
         is_opened = reasoning is not None and reasoning.is_opened_by(text)

@@ -163,19 +163,23 @@ class WorkerLink:
             self.sent_frames = self._outbox.add(wire_id, frame.SerializeToString())
             self._wake.set()
 
-    async def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        """How the worker's model reads these images. Raises InputError, and WorkerLost with the link."""
+    @property
+    def expanding(self) -> int:
+        """Prompts with images that it expands for this router."""
+        return len(self._expansions)
+
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[str, asyncio.Future[ExpandedPrompt]]:
+        """Asks how the worker's model reads these images. Returns the wire id, which `cancel` takes, and the answer:
+        InputError, or WorkerLost with the link, as which it also raises without one."""
         if not self.ready:
             raise self._lost_error(WorkerLost, "there is no link")
         wire_id = f"images-{next(self._expansion_ids)}"
         asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images)
         answer: asyncio.Future[ExpandedPrompt] = asyncio.get_running_loop().create_future()
         self._expansions[wire_id] = answer
-        try:
-            self.send(wire_id, worker_pb2.RouterFrame(expand_images=asked))
-            return await answer
-        finally:
-            del self._expansions[wire_id]
+        answer.add_done_callback(lambda _: self._expansions.pop(wire_id))
+        self.send(wire_id, worker_pb2.RouterFrame(expand_images=asked))
+        return wire_id, answer
 
     def cancel(self, wire_id: str) -> None:
         self.send(wire_id, worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
@@ -382,7 +386,7 @@ class WorkerLink:
     def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = self._lost_error(kind, reason)
-        for answer in self._expansions.values():
+        for answer in [*self._expansions.values()]:
             if not answer.done():
                 answer.set_exception(error)
         self._for_each(sinks, lambda sink: sink.on_lost(self, error))

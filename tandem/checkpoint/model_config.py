@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,8 +23,9 @@ _ALIASES: Final = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
-    "num_attention_heads": ("n_head", "num_heads"),
-    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
 }
 _IMAGE_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
@@ -65,7 +67,8 @@ class ModelConfig:
         """Of any model of text, or text and images, for another engine. Raises CheckpointError as `load`."""
         config = JsonFields.read(model_dir / "config.json")
         if _is_ours(config):
-            return cls.load(model_dir)
+            with suppress(CheckpointError):  # with a setting that Tandem's own engine has not, which others may have
+                return cls.load(model_dir)
         names = config.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise config.wrong("architectures", "a list with a name", names)
@@ -201,6 +204,8 @@ def _text_part(config: JsonFields) -> JsonFields:
         other = next((values[each] for each in aliases if values.get(each) is not None), None)
         if values.get(name) is None and other is not None:
             values[name] = other
+    if values.get("multi_query") is True and not values.get("new_decoder_architecture"):
+        values["num_key_value_heads"] = 1
     return JsonFields(config.path, values)
 
 

@@ -19,6 +19,7 @@ from tandem.clock import Clock, SystemClock
 from tandem.errors import CheckpointError, ConfigError, InputError
 from tandem.text.jinja_limits import Budget, LimitedEnvironment, LimitExceeded, TemplateLimits
 
+_PROBE: Final = "a text that is looked for"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -36,7 +37,8 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `render` may be called from any thread."""
+    """A compiled template. `render` may be called from any thread. `reads_parts`: a message's content must be a list of
+    parts; of a text, it would show nothing."""
 
     def __init__(
         self,
@@ -65,6 +67,14 @@ class ChatTemplate:
             self._template.globals = dict(self._template.globals)  # faster to search than Jinja's chain of maps
         except (TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"{where}: expected a Jinja template, got: {error}", field="model") from error
+        self.reads_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: Any) -> bool:
+        """Whether the prompt has the text of a user's message with this content."""
+        try:
+            return _PROBE in self.render([{"role": "user", "content": content}])
+        except (InputError, ConfigError):
+            return False
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:
@@ -82,10 +92,10 @@ class ChatTemplate:
                 source: str | None = jinja_path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{where}: expected UTF-8 text, got: {error}", field="model") from error
-        elif json_path.exists():
-            where, source = json_path, _template_of(read_json_object(json_path), json_path)
         else:
             where, source = config_path, _template_of(config, config_path)
+            if json_path.exists() and (other := _template_of(read_json_object(json_path), json_path)) is not None:
+                where, source = json_path, other
         if source is None:
             return None
         tokens = {name: text for name in _TOKENS if (text := _token_text(config.get(name))) is not None}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
 
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import WorkerLost
@@ -36,6 +37,11 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
         super()._init_executor()
         for path in SHARED_MEMORY.glob(f"{self.group_name}-*"):  # all have mapped it; a killed rank would leave it
             path.unlink(missing_ok=True)
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        """Layers with a window keep the KV of all tokens, which a handoff sends, and still read no more than their
+        window. vLLM does the same where only some layers have one."""
+        return [{name: _whole(spec) for name, spec in specs.items()} for specs in super().get_kv_cache_specs()]
 
     def _distributed_args(self) -> tuple[str, int, int]:
         return f"file://{self.rendezvous_file.parent / self.group_name}", self.index, self.index
@@ -97,6 +103,12 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
             self._group.close()
             self._group = None
         super().shutdown()
+
+
+def _whole(spec: KVCacheSpec) -> KVCacheSpec:
+    if type(spec) is SlidingWindowSpec:
+        return replace_as(spec, FullAttentionSpec, drop=("extra_retained_tokens",))
+    return spec
 
 
 def executor_of(rendezvous: Path, rank: int, name: str) -> type[RankExecutor]:

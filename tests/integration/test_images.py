@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 
 from cluster.testing.small_rank import __name__ as SMALL_RANK
 from router.edge.openai.request_schema import ChatCompletionRequest
+from router.requests.image_expansion import AT_ONCE
+from router.testing.stub_worker import until
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.testing.models import SPECIAL_TOKENS, write_tiny_llama
@@ -35,11 +39,21 @@ TEMPLATE = (
 )
 CAT, DOG = b"\x89PNG\r\n\x1a\n cat cat cat", b"\xff\xd8\xff a dog, which is larger"
 TOKENS = 12
+ROOMY = RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, max_body_bytes=16 << 20)
 Part = str | bytes
 
 
 def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def content(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": each}
+        if isinstance(each, str)
+        else {"type": "image_url", "image_url": {"url": data_url(each)}}
+        for each in parts
+    ]
 
 
 @pytest.fixture
@@ -57,13 +71,8 @@ class Asking:
         self._template, self._tokenizer = template, Tokenizer.load(model_dir)
 
     async def chat(self, *parts: Part, **more: Any) -> httpx.Response:
-        content = [
-            {"type": "text", "text": each}
-            if isinstance(each, str)
-            else {"type": "image_url", "image_url": {"url": data_url(each)}}
-            for each in parts
-        ]
-        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": TOKENS}
+        messages = [{"role": "user", "content": content(parts)}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": TOKENS}
         return await self.http.post("/v1/chat/completions", json=body | {"temperature": 0} | more)
 
     async def text(self, *parts: Part) -> str:
@@ -120,25 +129,25 @@ async def test_answers_are_of_the_images_and_their_places(asking: Any) -> None:
 async def test_every_api_takes_images(asking: Any) -> None:
     async with asking() as asked:
         expected, size = asked.expected("see", CAT), len(asked.prompt("see", CAT).tokens)
-        content: list[dict[str, Any]] = [
+        given: list[dict[str, Any]] = [
             {"type": "input_text", "text": "see"},
             {"type": "input_image", "image_url": data_url(CAT), "detail": "auto"},
         ]
         body = {"model": "tiny", "temperature": 0}
         reply = await asked.http.post(
             "/v1/responses",
-            json=body | {"input": [{"role": "user", "content": content}], "max_output_tokens": TOKENS},
+            json=body | {"input": [{"role": "user", "content": given}], "max_output_tokens": TOKENS},
         )
         assert reply.json()["output"][0]["content"][0]["text"] == expected, reply.text
         source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(CAT).decode()}
-        content = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
-        messages = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        given = [{"type": "text", "text": "see"}, {"type": "image", "source": source}]
+        messages = {"model": "tiny", "messages": [{"role": "user", "content": given}]}
         reply = await asked.http.post("/v1/messages", json=messages | {"temperature": 0, "max_tokens": TOKENS})
         assert reply.json()["content"][0]["text"] == expected, reply.text
         reply = await asked.http.post("/v1/messages/count_tokens", json=messages)
         assert reply.json() == {"input_tokens": size}
-        content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": data_url(CAT)}}]
-        reply = await asked.http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]})
+        asked_of = [{"role": "user", "content": content(["see", CAT])}]
+        reply = await asked.http.post("/tokenize", json={"messages": asked_of})
         assert tuple(reply.json()["tokens"]) == asked.prompt("see", CAT).tokens
         message = pb.ChatMessage(role="user", parts=[pb.ContentPart(text="see"), pb.ContentPart(image=CAT)])
         request = pb.GenerateRequest(
@@ -157,13 +166,14 @@ async def test_an_answer_is_whole_though_its_decode_worker_is_killed(asking: Any
         await asyncio.sleep(0.2)
         asked.live.workers.live["decode-0"].ranks[0].kill()
         assert await asyncio.gather(*many) == [asked.expected(CAT, "what is it", str(n)) for n in range(40)]
+        await asked.live.workers.restart("decode-0")
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
         ([b"BM not one of those"], "messages.0.content.0.image_url.url: expected an image in PNG, JPEG, WebP or GIF"),
-        ([CAT] * 17, "images: expected at most 16, got 17"),
+        ([CAT] * 17, "messages: expected at most 16, got 17"),
         ([b"GIF89a" + bytes(600), "x"], "This model's maximum context length is 512 tokens"),
     ],
 )
@@ -184,8 +194,8 @@ async def test_what_cannot_be_read_is_refused_by_name(asking: Any, parts: list[P
     ],
 )
 async def test_only_data_urls_are_taken(url: str, said: str) -> None:
-    content = [{"type": "image_url", "image_url": {"url": url}}]
-    request = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
+    given = [{"type": "image_url", "image_url": {"url": url}}]
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": given}]})
     with pytest.raises(Exception, match=said):
         request.parse()
 
@@ -208,4 +218,65 @@ async def test_images_of_all_requests_have_a_limit(asking: Any) -> None:
         assert await asked.text(CAT) == asked.expected(CAT)
         reply = await asked.chat(DOG)
         assert reply.status_code in (429, 503)
-        assert "images: those of the requests here take" in reply.json()["error"]["message"]
+        assert "messages: the images of the requests here take" in reply.json()["error"]["message"]
+
+
+async def test_images_count_for_each_choice(asking: Any) -> None:
+    async with asking(router=ROOMY) as asked:
+        large = b"GIF89a" + bytes(3 << 20)
+        reply = await asked.chat(large, n=11)
+        said = "messages: expected at most 32 MiB of images, for all choices together"
+        assert (reply.status_code, said in reply.json()["error"]["message"]) == (400, True), reply.text
+
+
+async def test_what_is_wrong_beside_an_image_is_refused_before_a_worker_reads_it(asking: Any) -> None:
+    async with asking() as asked:
+        expander, expanded = asked.live.app.service._images, list[str]()
+        ask = expander.expand
+
+        async def counted(*given: Any) -> ExpandedPrompt:
+            expanded.append("")
+            return await ask(*given)
+
+        expander.expand = counted
+        for wrong in ({"temperature": 9}, {"max_tokens": 10_000}, {"stop": ["x" * 300]}):
+            assert (await asked.chat(CAT, **wrong)).status_code == 400
+        assert expanded == []
+        assert (await asked.chat(CAT)).status_code == 200
+        assert expanded == [""]
+
+
+async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropped(asking: Any) -> None:
+    async with asking() as asked:
+        rank = asked.live.workers.live["prefill-0"].ranks[0]
+        expander = asked.live.app.service._images
+        os.kill(rank.pid, signal.SIGSTOP)
+        try:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": content([CAT])}]}
+            late = await asked.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout-s": "0.3"})
+            assert late.status_code == 504, late.text
+        finally:
+            os.kill(rank.pid, signal.SIGCONT)
+        assert await asked.text(CAT) == asked.expected(CAT)
+        await until(lambda: expander._slots["tiny"]._free == AT_ONCE)
+        assert expander._parsed_bytes == 0
+
+
+async def test_all_text_is_shown_by_a_template_that_reads_parts_alone(asking: Any, model_dir: Path) -> None:
+    """As SmolVLM's: of a content that is a text, it would show nothing."""
+    parts_alone = (
+        "{% for message in messages %}{{ message['role'] + ':' }}{% for part in message['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<|endoftext|>{% endif %}"
+        "{% endfor %}<|im_end|>{% endfor %}"
+    )
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": parts_alone}))
+    async with asking() as asked:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": content(["look", CAT])},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "what is it?"},
+        ]
+        reply = await asked.http.post("/tokenize", json={"messages": messages})
+        text = Tokenizer.load(model_dir).decode(reply.json()["tokens"], skip_special_tokens=True)
+        assert text == "system:be briefuser:lookassistant:yesuser:what is it?"
