@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
 from tandem.engine.api import Engine
 from tandem.errors import RequestCancelled, RequestFailed, TandemError
-from tandem.images import ExpandedPrompt, PromptImage
 from tandem.v1 import worker_pb2
 from worker.inbox import ImagesRead
 from worker.requests import RequestKey
@@ -73,9 +72,21 @@ class ImageReading:
         for key in [each for each in self._waiting if each.session == session]:
             self._waiting.pop(key).is_left = True
 
-    def _start(
-        self, key: RequestKey, frames: list[worker_pb2.RouterFrame], read: Callable[[], ExpandedPrompt | None]
-    ) -> None:
+    def load(self) -> tuple[int, int]:
+        """Requests whose prompts are to be computed once their images are read, and the tokens of these."""
+        works = [getattr(frame, kind).work for frame, kind in self._first_frames() if kind != "reserve"]
+        return len(works), sum(len(each.prompt) for each in works)
+
+    def close(self) -> None:
+        """The last call. What has not begun is never read."""
+        self._reading.shutdown(wait=False, cancel_futures=True)
+
+    def _first_frames(self) -> Iterator[tuple[worker_pb2.RouterFrame, str]]:
+        for waiting in self._waiting.values():
+            if waiting.frames and (kind := waiting.frames[0].WhichOneof("frame")) is not None:
+                yield waiting.frames[0], kind
+
+    def _start(self, key: RequestKey, frames: list[worker_pb2.RouterFrame], read: Callable[[], object]) -> None:
         waiting = self._waiting[key] = _Waiting(frames)
 
         def work() -> None:
@@ -84,12 +95,11 @@ class ImageReading:
 
         self._reading.submit(work)
 
-    def _read(self, work: worker_pb2.Work) -> None:
-        images: tuple[PromptImage, ...] = parse_images(work)
-        self._engine.read_images(images)
+    def _read(self, work: worker_pb2.Work) -> object:
+        return self._engine.read_images(parse_images(work))
 
 
-def _result(read: Callable[[], ExpandedPrompt | None]) -> ExpandedPrompt | TandemError | None:
+def _result(read: Callable[[], object]) -> object:
     try:
         return read()
     except TandemError as error:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from kvtransfer.control import FromAgent
 from tandem.engine.api import AdapterFiles
-from tandem.errors import TandemError
-from tandem.images import ExpandedPrompt
 from worker.messages import ServiceToLeader
 
 
@@ -48,12 +46,12 @@ class AdapterCopied:
 
 @dataclass(frozen=True, slots=True)
 class ImagesRead:
-    """Of a request of this session. `result`: of ExpandImages; None: the engine has read the images of its work. Or why
-    it cannot."""
+    """Of a request of this session. `result`: of ExpandImages, or what the engine has read of the images of its work,
+    or why it cannot."""
 
     session: int
     request_id: str
-    result: ExpandedPrompt | TandemError | None = None
+    result: object
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,18 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
 from kvtransfer.control import Attached, FromAgent, SetPeers
 from tandem.clock import SystemClock
-from tandem.engine.api import Engine, StepResult
+from tandem.engine.api import Engine, EngineLoad, StepResult
 from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
+from tandem.images import ExpandedPrompt
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
 from worker.image_reading import ImageReading
@@ -89,6 +92,12 @@ class Leader:
 
     def run(self) -> str:
         """Runs until a Stop event. Returns its reason."""
+        try:
+            return self._run()
+        finally:
+            self._images.close()
+
+    def _run(self) -> str:
         while True:
             collecting_s = self._engine.collect()
             busy = self._engine.has_work
@@ -99,7 +108,7 @@ class Leader:
                 self._handle(event)
             self._tick()
             if collecting_s is not None or self._engine.is_collecting:
-                self._report_collecting()
+                self._report_collecting(self._requests.busy_sessions())
             self._flush()  # replies must not wait for the step
             if self._engine.has_work:
                 self._step()
@@ -118,9 +127,9 @@ class Leader:
             self._service.send(Computing())
             self._service.flush()
 
-    def _report_collecting(self) -> None:
-        """Otherwise routers would take a worker that collects a batch for one that hangs."""
-        for session in self._requests.busy_sessions():
+    def _report_collecting(self, sessions: Iterable[int]) -> None:
+        """Otherwise routers would take a worker that collects a batch, or reads images, for one that hangs."""
+        for session in sessions:
             self._requests.outbox.frame(session).computing = True
 
     def _tick(self) -> None:
@@ -130,6 +139,7 @@ class Leader:
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()
+            self._report_collecting(self._images.sessions())
             if self._adapters.tick():
                 self._report_adapters()
             for rank, pid in self._agents.unresponsive():
@@ -152,10 +162,15 @@ class Leader:
         for change in self._engine.take_cache_events():
             self._service.send(CacheChanged(change.stored, b"".join(change.hashes)))
         requests = self._requests
-        requests.outbox.flush(
-            self._engine.load(), self._steps, self._agents.reach(), requests.sessions, self._busy_sessions
-        )
+        requests.outbox.flush(self._load(), self._steps, self._agents.reach(), requests.sessions, self._busy_sessions)
         self._service.flush()
+
+    def _load(self) -> EngineLoad:
+        load, (reading, tokens) = self._engine.load(), self._images.load()
+        if reading:
+            waiting, more = load.waiting_requests + reading, load.waiting_tokens + tokens
+            load = replace(load, waiting_requests=waiting, waiting_tokens=more)
+        return load
 
     def _busy_sessions(self) -> set[int]:
         return self._requests.busy_sessions() | self._images.sessions()
@@ -193,7 +208,7 @@ class Leader:
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 first = self._requests.outbox.frame(session)
-                first.load.CopyFrom(load_frame(self._engine.load(), self._steps))
+                first.load.CopyFrom(load_frame(self._load(), self._steps))
                 first.reach.CopyFrom(reach_frame(self._agents.reach()))
                 first.meters.CopyFrom(self._sent_meters)
                 first.adapters.CopyFrom(self._adapters.frame())
@@ -243,13 +258,13 @@ class Leader:
         session, request_id = result.session, result.request_id
         if frames is None:
             return
-        if read is None:
-            for frame in frames:
-                self._take_up(session, frame)
-        elif frames and isinstance(read, TandemError):
+        if isinstance(read, ExpandedPrompt) or (isinstance(read, TandemError) and not frames):
+            self._requests.outbox.frame(session).expanded.append(expanded_frame(request_id, read))
+        elif isinstance(read, TandemError):
             self._requests.refuse(session, request_id, read)
         else:
-            self._requests.outbox.frame(session).expanded.append(expanded_frame(request_id, read))
+            for frame in frames:  # `result` keeps what was read until the engine has it
+                self._take_up(session, frame)
 
     def _take_up(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         try:
@@ -266,7 +281,7 @@ class Leader:
         return worker_pb2.WorkerState(
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
-            load=load_frame(self._engine.load(), self._steps),
+            load=load_frame(self._load(), self._steps),
             steps=self._steps,
             links=self._agents.links(),
             request_ends={state.value: number for state, number in self._requests.ends.items()},

@@ -62,7 +62,7 @@ STATE_TIMEOUT_S = 2.0
 SESSIONS_END_S = 2.0
 LEAVING_S = 0.1  # a leader says that it stops before it stops the other ranks
 HELLO_TIMEOUT_S = 10.0
-MAX_MESSAGE_BYTES = ("grpc.max_receive_message_length", 64 << 20)  # a request may have images
+MAX_MESSAGE_BYTES = ("grpc.max_receive_message_length", 48 << 20)  # a request may have images; the leader takes 64 MiB
 SERVICE = "tandem.v1.Worker"
 ALLOWED = {
     f"/{SERVICE}/Session": frozenset({Identity.ROUTER}),

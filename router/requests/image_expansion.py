@@ -20,6 +20,7 @@ from tandem.errors import (
     OverloadedError,
     UnavailableError,
     UnsupportedField,
+    WorkerDied,
     WorkerLost,
 )
 from tandem.images import MAX_IMAGES, MAX_IMAGES_BYTES, ExpandedPrompt
@@ -105,6 +106,10 @@ class ImageExpander:
             except asyncio.CancelledError:
                 worker.link.cancel(wire_id)
                 raise
+            except WorkerDied as error:  # perhaps of these images
+                raise UnavailableError(
+                    f"{FIELD}: the worker that read the images died; retry later", retry_after_s=1.0
+                ) from error
             except WorkerLost:
                 failed.add(worker.key)
         raise UnavailableError(f"{FIELD}: the workers that read the images were lost; retry later", retry_after_s=1.0)

@@ -207,7 +207,7 @@ class TextEngine:
     def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
         raise UnsupportedField("images: expected none with this engine", field="images")
 
-    def read_images(self, images: Sequence[PromptImage]) -> None:
+    def read_images(self, images: Sequence[PromptImage]) -> object:
         raise UnsupportedField("images: expected none with this engine", field="images")
 
 
@@ -275,9 +275,9 @@ class Engine(Protocol):
         thread. Raises InputError for an image that cannot be read or has no marker, UnsupportedField without IMAGES."""
         ...
 
-    def read_images(self, images: Sequence[PromptImage]) -> None:
-        """Does beforehand what `add` and `reserve` of a request with these images would do in the step loop's time.
-        From any thread. Raises as `expand`."""
+    def read_images(self, images: Sequence[PromptImage]) -> object:
+        """Does beforehand what `add` and `reserve` of a request with these images would do in the step loop's time, as
+        long as the result is kept. From any thread. Raises as `expand`."""
         ...
 
     # --- steps

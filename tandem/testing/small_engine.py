@@ -201,8 +201,9 @@ class SmallEngine:
             tokens += [token] * count
         return ExpandedPrompt(tuple(tokens), tuple(spans))
 
-    def read_images(self, images: Sequence[PromptImage]) -> None:
+    def read_images(self, images: Sequence[PromptImage]) -> object:
         """Nothing is to be done beforehand."""
+        return None
 
     # --- steps
 

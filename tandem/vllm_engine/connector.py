@@ -37,6 +37,10 @@ class Shared:
     after_layer: Callable[[], None] | None = None
     exports: dict[str, Export] = field(default_factory=dict)  # by request id, until their blocks are released
 
+    def report_layer(self) -> None:
+        if self.after_layer is not None:
+            self.after_layer()
+
 
 @dataclass(slots=True)
 class StepExports(KVConnectorMetadata):  # type: ignore[misc]
@@ -118,8 +122,7 @@ class TandemConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layer = self._layers[layer_name]
         if layer in self._reported:
             self._shared.exporter.layer_done(layer)
-        if self._shared.after_layer is not None:
-            self._shared.after_layer()
+        self._shared.report_layer()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass  # transfer agents write to the pool

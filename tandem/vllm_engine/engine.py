@@ -225,8 +225,8 @@ class VllmEngine:
     def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
         return self._image_reader().expand(prompt, images)
 
-    def read_images(self, images: Sequence[PromptImage]) -> None:
-        self._image_reader().read(images)
+    def read_images(self, images: Sequence[PromptImage]) -> object:
+        return self._image_reader().read(images)
 
     def _image_reader(self) -> VllmImages:
         if self._images is None:

@@ -3,11 +3,14 @@ make the same KV cache of it; from then on only rank 0 schedules, and the others
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
 
@@ -15,7 +18,7 @@ from tandem.engine.tp_group import TpGroup
 from tandem.errors import WorkerLost
 from tandem.telemetry.resource_watch import SHARED_MEMORY
 from tandem.vllm_engine.first_runner import last_states
-from tandem.vllm_engine.steps import decode, decode_masks, encode, encode_masks
+from tandem.vllm_engine.steps import Pixels, decode, decode_masks, encode, encode_masks
 
 _BEAT, _STOP = b"beat", b"stop"
 
@@ -61,7 +64,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         if self._group is not None:
-            self._group.send(encode(scheduler_output))
+            self._group.send(encode(scheduler_output, self._features))
         self._is_constrained = scheduler_output.has_structured_output_requests
         return super().execute_model(scheduler_output, non_block)
 
@@ -90,10 +93,34 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
                 return
             if message == _BEAT:
                 continue
-            step = decode(message)
-            if self.driver_worker.execute_model(step) is None:
+            step, pixels = decode(message)
+            with self._read_by(step, pixels):
+                drawn = self.driver_worker.execute_model(step)
+            if drawn is None:
                 masks = decode_masks(next(messages)) if step.has_structured_output_requests else None
                 self.driver_worker.sample_tokens(masks)
+
+    def _features(self, request_id: str) -> list[MultiModalFeatureSpec]:
+        """Of a request that vLLM's runner knows."""
+        features: list[MultiModalFeatureSpec] = self.driver_worker.model_runner.requests[request_id].mm_features
+        return features
+
+    @contextmanager
+    def _read_by(self, step: Any, pixels: Pixels) -> Iterator[None]:
+        """Requests have the pixels of their images for the step that reads them alone."""
+        new = {each.req_id: each.mm_features for each in step.scheduled_new_reqs}
+        read = [
+            (features := new.get(request_id) or self._features(request_id), number, features[number], item)
+            for request_id, items in pixels.items()
+            for number, item in items.items()
+        ]
+        for features, number, feature, item in read:
+            features[number] = replace(feature, data=item)
+        try:
+            yield
+        finally:
+            for features, number, feature, _ in read:
+                features[number] = feature
 
     def shutdown(self) -> None:
         if self._group is not None:

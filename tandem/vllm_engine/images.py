@@ -1,17 +1,22 @@
 """Images as vLLM's models read them: its processors make placeholder tokens and pixels of an image's file.
 
-Each image is processed on its own when a request brings it, as when its prompt is expanded: both give the same.
+The images of a request are processed together, when its prompt is expanded and when a request brings them: what one of
+them becomes may depend on how many there are.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
+from weakref import WeakValueDictionary
 
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
+from vllm import envs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
@@ -21,17 +26,24 @@ from tandem.errors import InputError
 from tandem.images import FORMATS, ExpandedPrompt, PromptImage, has_known_format
 from tandem.vllm_engine.settings import first_line
 
-KEPT = 256  # of the latest images; their pixels are in vLLM's cache of processed images too, which bounds its bytes
-KEPT_BYTES = 512 << 20
+KEPT_BYTES = 256 << 20  # of the pixels of the latest requests, most of which are in vLLM's own cache too
+_CLIENTS = (AssertionError, LookupError, TypeError, ValueError)  # what processors raise for images that do not fit
 
 
 @dataclass(frozen=True, slots=True)
-class _Processed:
+class _Image:
     """`is_embed`: which of its placeholder tokens the image's embeddings replace; None: all."""
 
     item: MultiModalKwargsItem
     tokens: int
     is_embed: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class ReadImages:
+    """Of one request. Found again as long as it is kept somewhere."""
+
+    images: tuple[_Image, ...]
     bytes: int
 
 
@@ -41,32 +53,41 @@ class VllmImages:
     Args: `most_tokens`: embeddings of one image, which the encoder's cache must hold at once."""
 
     def __init__(self, model_config: Any, most_tokens: int) -> None:
-        self._processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+        processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+        processor._apply_prompt_updates_via_text = _refuse_text
+        settings = model_config.get_multimodal_config()
+        self._processor = processor
+        self._media = ImageMediaIO(**settings.media_io_kwargs.get("image", {}))
         self._cache = MultiModalProcessorOnlyCache(model_config)
-        text = self._processor.dummy_inputs.get_dummy_text({"image": 1})
-        self._marker: list[int] = self._processor.info.get_tokenizer().encode(text, add_special_tokens=False)
         self._most_tokens = most_tokens
         self._processing = threading.Lock()
         self._changing = threading.Lock()
-        self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, ...], ReadImages] = OrderedDict()  # by digests
         self._kept_bytes = 0
+        self._known: WeakValueDictionary[tuple[bytes, ...], ReadImages] = WeakValueDictionary()
 
     def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
         """Raises InputError."""
         whole = [PromptImage.of(0, 0, data) for data in images]
-        tokens, processed = self._process([*prompt], whole)
-        for image, (_, made) in zip(whole, processed, strict=True):
-            self._keep(image.digest, made)
-        return ExpandedPrompt(tuple(tokens), tuple((place.offset, place.length) for place, _ in processed))
+        tokens, spans, read = self._process([*prompt], whole)
+        self._keep(whole, read)
+        return ExpandedPrompt(tuple(tokens), spans)
 
-    def read(self, images: Sequence[PromptImage]) -> list[_Processed]:
+    def read(self, images: Sequence[PromptImage]) -> ReadImages:
         """Raises InputError."""
-        return [self._found(each) for each in images]
+        with self._changing:
+            if (known := self._known.get(_key(images))) is not None:
+                return known
+        text = self._processor.dummy_inputs.get_dummy_text({"image": len(images)})
+        markers = self._processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+        _, _, read = self._process(markers, images)
+        self._keep(images, read)
+        return read
 
     def features(self, images: Sequence[PromptImage], adapter: str) -> list[MultiModalFeatureSpec]:
         """What vLLM's requests have. Raises InputError."""
         features = []
-        for image, made in zip(images, self.read(images), strict=True):
+        for image, made in zip(images, self.read(images).images if images else (), strict=True):
             if made.tokens != image.tokens:
                 raise InputError(
                     f"images: expected {made.tokens} placeholder tokens for an image, got {image.tokens}: all workers "
@@ -85,31 +106,22 @@ class VllmImages:
             )
         return features
 
-    def _found(self, image: PromptImage) -> _Processed:
-        with self._changing:
-            if (kept := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
-                return kept
-        _, [(_, made)] = self._process([*self._marker], [image])
-        self._keep(image.digest, made)
-        return made
-
     def _process(
         self, prompt: list[int], images: Sequence[PromptImage]
-    ) -> tuple[list[int], list[tuple[PlaceholderRange, _Processed]]]:
-        """The expanded prompt, and each image with its place in it. Raises InputError."""
-        files = [_opened(each.data) for each in images]
+    ) -> tuple[list[int], tuple[tuple[int, int], ...], ReadImages]:
+        """The expanded prompt, the place of each image, and what came of them. Raises InputError."""
+        files = self._opened([each.data for each in images])
         names = [each.digest.hex() for each in images]
         try:
             with self._processing:
                 items = self._processor.info.parse_mm_data({"image": files})
                 made = self._processor(prompt, items, {"image": names}, cache=self._cache)
-        except Exception as error:  # of a model's own code: nothing says which ones it may raise
+        except _CLIENTS as error:
             raise InputError(
                 f"messages: expected images that the model's chat template has a place for, got: {first_line(error)}",
                 field="messages",
             ) from error
-        placed = []
+        found, spans, size = [], [], 0
         for place, item in zip(made["mm_placeholders"]["image"], made["mm_kwargs"]["image"], strict=True):
             if (embeds := place.get_num_embeds()) > self._most_tokens:
                 raise InputError(
@@ -117,17 +129,38 @@ class VllmImages:
                     "smaller one, or raise engine.max_step_tokens",
                     field="messages",
                 )
-            size = sum(each.nbytes for each in _tensors([field.data for field in item.values()]))
-            placed.append((place, _Processed(item, place.length, place.is_embed, size)))
-        return [*made["prompt_token_ids"]], placed
+            size += _own_memory(item)
+            spans.append((place.offset, place.length))
+            found.append(_Image(item, place.length, place.is_embed))
+        return [*made["prompt_token_ids"]], tuple(spans), ReadImages(tuple(found), size)
 
-    def _keep(self, digest: bytes, made: _Processed) -> None:
+    def _opened(self, files: Sequence[bytes]) -> list[Any]:
+        """Raises InputError, before anything large is made of a small file."""
+        pixels = 0
+        try:
+            for data in files:
+                if not has_known_format(data):
+                    raise InputError(f"messages: expected images in {FORMATS}, got another file", field="messages")
+                with Image.open(BytesIO(data)) as opened:
+                    pixels += opened.width * opened.height
+            if pixels > envs.VLLM_MAX_IMAGE_PIXELS:
+                raise InputError(
+                    f"messages: expected at most {envs.VLLM_MAX_IMAGE_PIXELS} pixels in all images of a request, got "
+                    f"{pixels}: send smaller ones",
+                    field="messages",
+                )
+            return [self._media.load_bytes(data) for data in files]
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise InputError(f"messages: expected images that can be read, got: {error}", field="messages") from error
+
+    def _keep(self, images: Sequence[PromptImage], read: ReadImages) -> None:
+        key = _key(images)
         with self._changing:
-            if (earlier := self._kept.pop(digest, None)) is not None:
+            if (earlier := self._kept.pop(key, None)) is not None:
                 self._kept_bytes -= earlier.bytes
-            self._kept[digest] = made
-            self._kept_bytes += made.bytes
-            while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
+            self._kept[key] = self._known[key] = read
+            self._kept_bytes += read.bytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= oldest.bytes
 
@@ -141,20 +174,38 @@ def images_of(config: Any, most_tokens: int) -> VllmImages | None:
     return VllmImages(model, most_tokens) if limits.get("image") else None
 
 
-def _opened(data: bytes) -> Any:
-    if not has_known_format(data):
-        raise InputError(f"messages: expected images in {FORMATS}, got another file", field="messages")
-    try:
-        return ImageMediaIO().load_bytes(data)
-    except Exception as error:
-        raise InputError(f"messages: expected images that can be read, got: {error}", field="messages") from error
+def report_encoder(model: Any, after_layer: Callable[[], None]) -> None:
+    """Calls `after_layer` after each layer of what reads images. It runs before the layers with KV, and may take longer
+    than all of them."""
+    text = {*model.get_language_model().modules()}
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in text:
+            for layer in module:
+                layer.register_forward_hook(lambda *_: after_layer())
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+def _key(images: Sequence[PromptImage]) -> tuple[bytes, ...]:
+    return tuple(each.digest for each in images)
+
+
+def _refuse_text(*_: object) -> Any:
+    """Instead of vLLM's search for markers in the prompt's text, which would make special tokens of what clients wrote,
+    and take a marker from there."""
+    raise ValueError("no marker of an image")
+
+
+def _own_memory(item: MultiModalKwargsItem) -> int:
+    """Bytes of an item's tensors. Those that are a part of the request's get memory of their own: they may be kept
+    longer than the others."""
+    for field in item.values():
+        if isinstance(field.data, Tensor) and field.data.untyped_storage().nbytes() > field.data.nbytes:
+            field.data = field.data.clone()
+    return sum(each.nbytes for each in _tensors([field.data for field in item.values()]))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     for each in values:
         if isinstance(each, Tensor):
-            found.append(each)
+            yield each
         elif isinstance(each, list | tuple):
-            found += _tensors(each)
-    return found
+            yield from _tensors(each)

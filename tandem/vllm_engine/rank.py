@@ -25,7 +25,7 @@ from tandem.vllm_engine.connector import SHARED, Shared
 from tandem.vllm_engine.engine import VllmEngine
 from tandem.vllm_engine.executor import RankExecutor, executor_of
 from tandem.vllm_engine.first_runner import continue_answers
-from tandem.vllm_engine.images import images_of
+from tandem.vllm_engine.images import images_of, report_encoder
 from tandem.vllm_engine.settings import engine_config, start_error
 
 
@@ -90,6 +90,8 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
     layout = shared.pool.layout
     shape = WorkShape.of(sizes, weight_bytes=DTYPE_BYTES[spec.dtype], kv_bytes=layout.element_bytes)
     kv_heads = model.get_total_num_kv_heads()
+    if model.is_multimodal_model:
+        report_encoder(core.model_executor.driver_worker.model_runner.get_model(), shared.report_layer)
     leader = None
     if index == 0:
         leader = VllmEngine(

@@ -14,6 +14,7 @@ from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError, InsufficientMemory
 from tandem.images import MAX_IMAGES
 
+IMAGE_CACHE_GB = 0.5  # of the pixels of the latest images, in rank 0
 _REASONS = {
     "drafts have KV of their own, which cannot be exchanged": (
         "spec_method",
@@ -136,7 +137,8 @@ def engine_config(
             raise ConfigError(
                 f"engine.vllm.{name}: expected a setting that vLLM {__version__} knows{hint}", field="engine.vllm"
             )
-    settings: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": True, **spec.vllm}
+    defaults = {"enforce_eager": True, "disable_log_stats": True, "mm_processor_cache_gb": IMAGE_CACHE_GB}
+    settings: dict[str, Any] = defaults | spec.vllm
     if takes_adapters:
         room = {"max_loras": spec.max_adapters_in_batch, "max_cpu_loras": spec.max_adapters_kept}
         settings = {"enable_lora": True, **room, **settings}

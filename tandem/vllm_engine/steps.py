@@ -6,6 +6,8 @@ vLLM sends its steps as pickles, which Tandem reads from no socket.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 import numpy as np
 import torch
@@ -23,7 +25,8 @@ _Blocks = tuple[list[int], ...]  # of each kind of KV
 
 
 class _Image(msgspec.Struct, array_like=True):
-    """`item`: as vLLM's own encoder writes it. `is_embed`: a byte for each token; empty: all are."""
+    """`item`: what positions are made of, as vLLM's own encoder writes it, without pixels. `is_embed`: a byte for each
+    token; empty: all are."""
 
     item: bytes
     identifier: str
@@ -56,7 +59,7 @@ class _Step(msgspec.Struct, array_like=True):
     preempted: set[str] | None
     exports: tuple[ExportRange, ...]
     constrained: bool
-    encoder_inputs: dict[str, list[int]]
+    pixels: dict[str, dict[int, bytes]]  # of the images that this step reads, by request and number
     free_encodings: list[str]
 
 
@@ -82,8 +85,8 @@ _INLINE = 1 << 62  # bytes of a tensor that vLLM's encoder puts into its message
 _decoder = msgspec.msgpack.Decoder(_Step)
 
 
-def encode(step: SchedulerOutput) -> bytes:
-    """Raises InternalError for a step that has more than is sent."""
+def encode(step: SchedulerOutput, features_of: Callable[[str], Sequence[MultiModalFeatureSpec]]) -> bytes:
+    """`features_of`: of a request that is not new. Raises InternalError for a step that has more than is sent."""
     again, exports = step.scheduled_cached_reqs, step.kv_connector_metadata
     more = [name for name in NOT_SENT if getattr(step, name)]
     if more or again.new_token_ids or not isinstance(exports, StepExports):
@@ -114,13 +117,17 @@ def encode(step: SchedulerOutput) -> bytes:
         step.preempted_req_ids,
         exports.ranges,
         step.has_structured_output_requests,
-        step.scheduled_encoder_inputs,
+        _pixels(step, features_of),
         step.free_encoder_mm_hashes,
     )
     return msgspec.msgpack.encode(wire)
 
 
-def decode(raw: bytes) -> SchedulerOutput:
+Pixels = dict[str, dict[int, MultiModalKwargsItem]]
+
+
+def decode(raw: bytes) -> tuple[SchedulerOutput, Pixels]:
+    """And the images that the step reads, which belong into the features of its requests."""
     wire = _decoder.decode(raw)
     step = SchedulerOutput.make_empty()
     step.scheduled_new_reqs = [
@@ -151,22 +158,46 @@ def decode(raw: bytes) -> SchedulerOutput:
     step.finished_req_ids, step.preempted_req_ids = wire.finished, wire.preempted
     step.kv_connector_metadata = StepExports(wire.exports)
     step.has_structured_output_requests = wire.constrained
-    step.scheduled_encoder_inputs, step.free_encoder_mm_hashes = wire.encoder_inputs, wire.free_encodings
-    return step
+    step.scheduled_encoder_inputs = {request_id: [*images] for request_id, images in wire.pixels.items()}
+    step.free_encoder_mm_hashes = wire.free_encodings
+    pixels = {
+        request_id: {number: _item(raw) for number, raw in images.items()} for request_id, images in wire.pixels.items()
+    }
+    return step, pixels
+
+
+def _pixels(
+    step: SchedulerOutput, features_of: Callable[[str], Sequence[MultiModalFeatureSpec]]
+) -> dict[str, dict[int, bytes]]:
+    if not step.scheduled_encoder_inputs:
+        return {}
+    new = {each.req_id: each.mm_features for each in step.scheduled_new_reqs}
+    return {
+        request_id: {number: _raw((new.get(request_id) or features_of(request_id))[number].data) for number in numbers}
+        for request_id, numbers in step.scheduled_encoder_inputs.items()
+    }
 
 
 def _image(feature: MultiModalFeatureSpec) -> _Image:
     place = feature.mm_position
     is_embed = b"" if place.is_embed is None else place.is_embed.numpy().astype(np.uint8).tobytes()
-    (item,) = MsgpackEncoder(_INLINE).encode(feature.data)
-    return _Image(bytes(item), feature.identifier, place.offset, place.length, is_embed)
+    light = MultiModalKwargsItem({name: each for name, each in feature.data.items() if each.field.keep_on_cpu})
+    return _Image(_raw(light), feature.identifier, place.offset, place.length, is_embed)
+
+
+def _raw(item: MultiModalKwargsItem) -> bytes:
+    (raw,) = MsgpackEncoder(_INLINE).encode(item)
+    return bytes(raw)
+
+
+def _item(raw: bytes) -> MultiModalKwargsItem:
+    return MsgpackDecoder(MultiModalKwargsItem, share_mem=False).decode([raw])
 
 
 def _feature(image: _Image) -> MultiModalFeatureSpec:
     is_embed = torch.from_numpy(np.frombuffer(image.is_embed, np.bool_).copy()) if image.is_embed else None
-    item = MsgpackDecoder(MultiModalKwargsItem, share_mem=False).decode([image.item])
     place = PlaceholderRange(image.offset, image.length, is_embed)
-    return MultiModalFeatureSpec(data=item, modality="image", identifier=image.identifier, mm_position=place)
+    return MultiModalFeatureSpec(_item(image.item), "image", image.identifier, place)
 
 
 def encode_masks(masks: GrammarOutput | None) -> bytes:

@@ -236,7 +236,8 @@ async def test_what_is_wrong_beside_an_image_is_refused_before_a_worker_reads_it
 
         async def counted(*given: Any) -> ExpandedPrompt:
             expanded.append("")
-            return await ask(*given)
+            found: ExpandedPrompt = await ask(*given)
+            return found
 
         expander.expand = counted
         for wrong in ({"temperature": 9}, {"max_tokens": 10_000}, {"stop": ["x" * 300]}):

@@ -140,6 +140,8 @@ def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
         "preempted_req_ids",
         "kv_connector_metadata",
         "has_structured_output_requests",
+        "scheduled_encoder_inputs",
+        "free_encoder_mm_hashes",
     }
     of_rank_0 = {
         "scheduled_encoder_input_stats",
@@ -239,3 +241,36 @@ def test_constraints_have_what_is_used(rank: VllmRank) -> None:
     assert "structured_output_request is not None" in inspect.getsource(Request.use_structured_output.fget)
     assert "self.backend.allocate_token_bitmask" in inspect.getsource(StructuredOutputManager.grammar_bitmask)
     assert isinstance(rank.core.structured_output_manager, StructuredOutputManager)
+
+
+def test_images_have_what_is_used(rank: VllmRank) -> None:
+    from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+    from vllm.multimodal.inputs import MultiModalFieldElem, PlaceholderRange
+    from vllm.multimodal.media.image import ImageMediaIO
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    scheduler: Any = rank.engine._scheduler
+    assert scheduler.max_num_encoder_input_tokens >= 0
+    assert scheduler.encoder_cache_manager.cache_size >= 0
+    assert parameters(BaseMultiModalProcessor.__call__) >= {"prompt", "mm_items", "mm_uuid_items", "cache"}
+    assert "self._apply_prompt_updates_via_text(" in inspect.getsource(BaseMultiModalProcessor._apply_prompt_updates)
+    assert parameters(MultiModalProcessorOnlyCache.__init__) == {"self", "model_config"}
+    assert PlaceholderRange(0, 4).get_num_embeds() == 4
+    assert {each.name for each in dataclasses.fields(MultiModalFieldElem)} == {"data", "field"}
+    assert {"image_mode", "kwargs"} <= parameters(ImageMediaIO.__init__)
+    assert "size_threshold" in parameters(MsgpackEncoder.__init__)
+    assert "share_mem" in parameters(MsgpackDecoder.__init__)
+    assert "mm_features" in {each.name for each in dataclasses.fields(NewRequestData)}
+    assert callable(rank.executor.driver_worker.model_runner.get_model)
+
+
+def test_windows_have_what_is_used(rank: VllmRank) -> None:
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    kept = {each.name for each in dataclasses.fields(FullAttentionSpec)}
+    assert {each.name for each in dataclasses.fields(SlidingWindowSpec)} - kept == {"extra_retained_tokens"}
+    assert "sliding_window" in kept
+    assert parameters(Executor.get_kv_cache_specs) == {"self"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -21,7 +22,7 @@ from cluster.testing.running import ON_FREE_PORTS, running
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.special_texts import encode_marked
 from tandem.text.tokenizer import Tokenizer
-from tests.vllm.vllms_models import BLOCK_TOKENS, CONTEXT, alone, picture, write_image_model
+from tests.vllm.vllms_models import BLOCK_TOKENS, CONTEXT, alone, blank, picture, write_image_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),  # one cluster serves all
@@ -68,17 +69,17 @@ class Site:
             base_url=f"http://{self.controller.http_address}/v1", api_key="none", max_retries=0, timeout=LONG_S
         )
 
-    async def ask(self, parts: Sequence[Part], **more: Any) -> Any:
+    async def ask(self, parts: Sequence[Part], tokens: int = TOKENS) -> Any:
         async with self.client() as client:
             return await client.chat.completions.create(
                 model="images",
                 messages=[{"role": "user", "content": content(parts)}],  # type: ignore[misc, list-item]
-                max_tokens=TOKENS,
+                max_tokens=tokens,
                 temperature=0.0,
-                extra_body={"ignore_eos": True, **more},
+                extra_body={"ignore_eos": True},
             )
 
-    async def expected(self, chats: Sequence[Sequence[Part]]) -> list[str]:
+    async def expected(self, chats: Sequence[Sequence[Part]], tokens: int = TOKENS) -> list[str]:
         """The texts that vLLM alone answers."""
         template, tokenizer = ChatTemplate.load(self.model_dir), Tokenizer.load(self.model_dir)
         assert template is not None
@@ -87,7 +88,7 @@ class Site:
             given = [{"type": "image"} if isinstance(each, bytes) else {"type": "text", "text": each} for each in parts]
             prompt = encode_marked(tokenizer, template.render([{"role": "user", "content": given}]))
             images = [base64.b64encode(each).decode() for each in parts if isinstance(each, bytes)]
-            asked.append({"prompt": prompt, "images": images, "tokens": TOKENS})
+            asked.append({"prompt": prompt, "images": images, "tokens": tokens})
         answers = await alone(self.model_dir, asked)
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
 
@@ -145,6 +146,17 @@ async def test_answers_with_and_without_images_share_a_batch(site: Site) -> None
     assert [each.choices[0].message.content for each in found] == await site.expected(chats)
 
 
+async def test_preempted_answers_read_their_images_again(site: Site) -> None:
+    """There are blocks for about half of them. What was imported is computed by the decode worker's two ranks."""
+    chats: list[list[Part]] = [[picture(number), f"number {number}"] for number in range(36)]
+    found = await asyncio.gather(*(site.ask(parts, 120) for parts in chats))
+    assert [each.choices[0].message.content for each in found] == await site.expected(chats, 120)
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"http://{site.controller.http_address}/metrics")).text
+    counted = [line for line in metrics.splitlines() if line.startswith("tandem_worker_preemptions_total")]
+    assert sum(float(line.split()[-1]) for line in counted if "decode-0" in line) > 0
+
+
 async def test_a_worker_that_dies_loses_no_answer(site: Site) -> None:
     """A single decode worker: its requests wait for its next life, to which their images are sent again."""
     chats: list[list[Part]] = [[picture(40 + number), f"number {number}"] for number in range(8)]
@@ -165,6 +177,7 @@ async def test_a_worker_that_dies_loses_no_answer(site: Site) -> None:
         ([b"\x89PNG\r\n\x1a\n and no more"], "messages: expected images that can be read"),
         ([picture(1)[:200]], "messages: expected images that can be read"),
         ([picture(1)] * 15, "This model's maximum context length is 512 tokens"),
+        ([blank(3000, 3000)] * 6, "messages: expected at most 50000000 pixels in all images of a request"),
     ],
 )
 async def test_what_cannot_be_read_is_refused_by_name(site: Site, parts: list[Part], said: str) -> None:
@@ -173,6 +186,26 @@ async def test_what_cannot_be_read_is_refused_by_name(site: Site, parts: list[Pa
     assert (await site.ask(["and text goes on"])).choices[0].message.content == (
         await site.expected([["and text goes on"]])
     )[0]
+
+
+def test_the_encoder_shows_that_it_computes() -> None:
+    from tandem.vllm_engine.images import report_encoder
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+            self.text = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
+
+        def get_language_model(self) -> torch.nn.Module:
+            return self.text
+
+    model, told = Model(), list[int]()
+    report_encoder(model, lambda: told.append(1))
+    for layer in [*model.tower, *model.text.modules()]:
+        if isinstance(layer, torch.nn.Linear):
+            layer(torch.zeros(2))
+    assert len(told) == 3
 
 
 def test_a_step_with_images_reaches_the_other_ranks_whole() -> None:
@@ -200,10 +233,11 @@ def test_a_step_with_images_reaches_the_other_ranks_whole() -> None:
     step.num_scheduled_tokens = {"r": 9, "t": 9}
     step.scheduled_encoder_inputs, step.free_encoder_mm_hashes = {"r": [0]}, ["old"]
     step.kv_connector_metadata = StepExports(())
-    got = decode(encode(step))
+    got, pixels = decode(encode(step, lambda _: []))
     (image,), none = (each.mm_features for each in got.scheduled_new_reqs)
     assert none == []
     assert (image.identifier, image.modality) == ("a:b", "image")
     assert image.mm_position == feature.mm_position
-    assert torch.equal(image.data["dummy"].data, item["dummy"].data)
+    assert not image.data, "pixels come with the step that reads them"
+    assert torch.equal(pixels["r"][0]["dummy"].data, item["dummy"].data)
     assert (got.scheduled_encoder_inputs, got.free_encoder_mm_hashes) == ({"r": [0]}, ["old"])

@@ -19,11 +19,15 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
+    MistralConfig,
+    MistralForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
     PreTrainedTokenizerFast,
@@ -71,8 +75,15 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> Path:
 def write_gpt2(folder: Path) -> Path:
     """Learned positions, and sizes by other names than ours."""
     tokenizer = _tokenizer()
-    sizes = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
-    config = GPT2Config(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return _write(folder, GPT2LMHeadModel(config), tokenizer)
 
 
@@ -91,6 +102,47 @@ def write_olmo(folder: Path) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     return _write(folder, OlmoForCausalLM(config), tokenizer)
+
+
+def write_gemma3(folder: Path) -> Path:
+    """A window of 64 tokens in every second layer."""
+    tokenizer = _tokenizer()
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=32,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return _write(folder, Gemma3ForCausalLM(config), tokenizer)
+
+
+def write_mistral(folder: Path) -> Path:
+    """A window of 64 tokens in every layer."""
+    tokenizer = _tokenizer()
+    config = MistralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=64,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return _write(folder, MistralForCausalLM(config), tokenizer)
 
 
 def write_image_model(folder: Path) -> Path:
@@ -143,9 +195,17 @@ def write_image_model(folder: Path) -> Path:
 
 def picture(seed: int, width: int = 50, height: int = 40, kind: str = "PNG") -> bytes:
     """A file with noise."""
-    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return _file(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8), kind)
+
+
+def blank(width: int, height: int) -> bytes:
+    """A small file with many pixels."""
+    return _file(np.zeros((height, width, 3), dtype=np.uint8), "PNG")
+
+
+def _file(pixels: Any, kind: str) -> bytes:
     file = BytesIO()
-    Image.fromarray(noise).save(file, kind)
+    Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
 
 
