@@ -72,12 +72,12 @@ async def test_callers_given_up_as_a_thread_becomes_free_leave_it_to_the_next(ex
     await asyncio.sleep(0)
     for each in gone:
         each.cancel()
-    parsing.threads._release()  # as when a parse has ended in the same turn
+    parsing.threads._slots.release()  # as when a parse has ended in the same turn
     await asyncio.wait(gone)
     parsing.open()
     await stays
     assert parsing.ran == ["stays"]
     await parsing.held
     assert await parsing.threads.run("any", 1, lambda: 7) == 7
-    assert parsing.threads._free == 2  # one is that of the test's own release
-    assert not len(parsing.threads._waiting)
+    assert parsing.threads._slots._free == 2  # one is that of the test's own release
+    assert not len(parsing.threads._slots._waiting)

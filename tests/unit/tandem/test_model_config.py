@@ -183,7 +183,7 @@ def test_any_model_has_sizes_for_another_engine(tmp_path: Path) -> None:
     config = ModelConfig.of_any(nested(tmp_path, model_type="other", num_key_value_heads=2, **sizes))
     assert (config.architecture, config.is_ours) == ("LlavaForConditionalGeneration", False)
     assert (config.layers, config.hidden_size, config.kv_heads, config.vocab_size) == (5, 64, 2, 99)
-    assert (config.head_dim, config.intermediate_size, config.eos_token_ids) == (16, 256, {7})
+    assert (config.head_dim, config.intermediate_size, config.eos_token_ids) == (16, 256, frozenset({7}))
     assert config.fitting_tps() == (1, 2, 4)
     with pytest.raises(ConfigError, match="one of 1, 2, 4 for a model of 4 query heads and 2 KV heads, got 3"):
         config.check_tp(3)

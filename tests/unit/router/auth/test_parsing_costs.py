@@ -47,7 +47,7 @@ async def test_bodies_texts_and_prompts_wait_by_the_tenant_of_their_key(cluster:
         asyncio.create_task(cluster.http.post("/tokenize", json=text, headers=rival)),
         asyncio.create_task(cluster.http.post("/detokenize", json={"tokens": [70] * 600}, headers=rival)),
     ]
-    waiting = threads._waiting
+    waiting = threads._slots._waiting
     await until(lambda: [waiting.count("parsing", each) for each in ("acme", "rival", "")] == [2, 2, 0])
     gate.set()
     await asyncio.gather(*held, *sent)
