@@ -64,18 +64,24 @@ class ImageReading:
 
     def read(self, result: ImagesRead) -> Sequence[worker_pb2.RouterFrame] | None:
         """The frames that waited for it. None: nobody waits for it any more."""
-        waiting = self._waiting.pop(RequestKey(result.session, result.request_id), None)
-        return None if waiting is None else waiting.frames
+        key = RequestKey(result.session, result.request_id)
+        waiting = self._waiting.get(key)
+        if waiting is None or (waiting.is_left and not isinstance(result.result, RequestCancelled)):
+            return None
+        del self._waiting[key]
+        return waiting.frames
 
     def drop(self, session: int) -> None:
         """The session ended."""
         for key in [each for each in self._waiting if each.session == session]:
             self._waiting.pop(key).is_left = True
 
-    def load(self) -> tuple[int, int]:
-        """Requests whose prompts are to be computed once their images are read, and the tokens of these."""
+    def load(self) -> tuple[int, int, int]:
+        """Requests whose prompts are to be computed once their images are read, the tokens of these, and requests whose
+        KV is to come then."""
         works = [getattr(frame, kind).work for frame, kind in self._first_frames() if kind != "reserve"]
-        return len(works), sum(len(each.prompt) for each in works)
+        reserves = sum(kind == "reserve" for _, kind in self._first_frames())
+        return len(works), sum(len(each.prompt) for each in works), reserves
 
     def close(self) -> None:
         """The last call. What has not begun is never read."""

@@ -139,7 +139,8 @@ class Leader:
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()
-            self._report_collecting(self._images.sessions())
+            if self._images.sessions():
+                self._report_collecting(self._busy_sessions())
             if self._adapters.tick():
                 self._report_adapters()
             for rank, pid in self._agents.unresponsive():
@@ -166,10 +167,14 @@ class Leader:
         self._service.flush()
 
     def _load(self) -> EngineLoad:
-        load, (reading, tokens) = self._engine.load(), self._images.load()
-        if reading:
-            waiting, more = load.waiting_requests + reading, load.waiting_tokens + tokens
-            load = replace(load, waiting_requests=waiting, waiting_tokens=more)
+        load, (reading, tokens, reserves) = self._engine.load(), self._images.load()
+        if reading or reserves:
+            load = replace(
+                load,
+                waiting_requests=load.waiting_requests + reading,
+                waiting_tokens=load.waiting_tokens + tokens,
+                reserved_requests=load.reserved_requests + reserves,
+            )
         return load
 
     def _busy_sessions(self) -> set[int]:

@@ -90,10 +90,11 @@ class ImageExpander:
     async def _expand(self, model: str, tenant: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
         slots, failed = self._slots[model], set[WorkerKey]()
         while len(failed) < ATTEMPTS:
+            await slots.take(tenant, sum(map(len, images)))
             if (worker := self._worker(model, failed)) is None:
+                slots.release()
                 await asyncio.sleep(POLL_S)
                 continue
-            await slots.take(tenant, sum(map(len, images)))
             try:
                 wire_id, answer = worker.link.expand(prompt, images)
             except WorkerLost:

@@ -128,7 +128,7 @@ class WorkerLink:
 
     @property
     def idle(self) -> bool:
-        return not self._sinks
+        return not self._sinks and not self._expansions
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-{self.key.worker_id}")
@@ -141,11 +141,14 @@ class WorkerLink:
 
     def attach(self, wire_id: str, sink: RequestSink) -> None:
         """Delivers the worker's events for `wire_id` to `sink` from now on."""
-        began = not self._sinks
+        began = self.idle
         self._sinks[wire_id] = sink
         if began:
-            self.progress.work_started(time.monotonic())
-            self._listener.work_began(self)
+            self._work_began()
+
+    def _work_began(self) -> None:
+        self.progress.work_started(time.monotonic())
+        self._listener.work_began(self)
 
     def detach(self, wire_id: str) -> None:
         """Drops later events for `wire_id`. Idempotent."""
@@ -176,8 +179,11 @@ class WorkerLink:
         wire_id = f"images-{next(self._expansion_ids)}"
         asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images)
         answer: asyncio.Future[ExpandedPrompt] = asyncio.get_running_loop().create_future()
+        began = self.idle
         self._expansions[wire_id] = answer
         answer.add_done_callback(lambda _: self._expansions.pop(wire_id))
+        if began:
+            self._work_began()
         self.send(wire_id, worker_pb2.RouterFrame(expand_images=asked))
         return wire_id, answer
 
@@ -193,8 +199,16 @@ class WorkerLink:
             del self._sinks[wire_id]
         self._stalled += leaving.values()
         error = self._lost_error(WorkerLost, reason)
+        for wire_id in self._expansions:
+            self.cancel(wire_id)
+        self._fail_expansions(error)
         self._for_each([*leaving.values()], lambda sink: sink.on_stalled(self, error))
         return len(leaving)
+
+    def _fail_expansions(self, error: WorkerLost) -> None:
+        for answer in [*self._expansions.values()]:
+            if not answer.done():
+                answer.set_exception(error)
 
     def _end_stall(self, *, died: bool) -> None:
         stalled, self._stalled = self._stalled, []
@@ -386,9 +400,7 @@ class WorkerLink:
     def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = self._lost_error(kind, reason)
-        for answer in [*self._expansions.values()]:
-            if not answer.done():
-                answer.set_exception(error)
+        self._fail_expansions(error)
         self._for_each(sinks, lambda sink: sink.on_lost(self, error))
 
     def _lost_error(self, kind: type[WorkerLost], reason: str) -> WorkerLost:

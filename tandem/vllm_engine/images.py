@@ -94,7 +94,7 @@ class VllmImages:
                     "of a model need the same files and settings",
                     field="images",
                 )
-            name = image.digest.hex()
+            name = f"{image.digest.hex()}-{made.tokens}"
             features.append(
                 MultiModalFeatureSpec(
                     data=made.item,

@@ -102,6 +102,6 @@ def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRa
             vocab_size=model.get_vocab_size(),
             max_model_tokens=model.max_model_len,
             embeds=not config.use_v2_model_runner and embeds_by_last_token(model_dir),
-            images=images_of(config, core.scheduler.most_image_tokens),
+            images=None if config.use_v2_model_runner else images_of(config, core.scheduler.most_image_tokens),
         )
     return VllmRank(model_dir, layout, shared.pool, shape, kv_heads, model.max_model_len, core, leader)
