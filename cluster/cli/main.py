@@ -179,6 +179,9 @@ def chat(
     raw: Annotated[
         bool, typer.Option("--raw", help="Send each text as a plain prompt, for models without a chat template.")
     ] = False,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="Send this file with the first question. May be repeated.")
+    ] = None,
     ca: Annotated[
         Path | None,
         typer.Option(help="PEM file with the CA of the router's certificate. Default: the local cluster's."),
@@ -188,9 +191,8 @@ def chat(
     """Chat with a model of a running cluster."""
     from cluster.cli.commands.chat import ChatOptions, run_chat
 
-    raise typer.Exit(
-        run_chat(question, ChatOptions(model or "", temperature, max_tokens, raw), address, cluster, ca, api_key)
-    )
+    options = ChatOptions(model or "", temperature, max_tokens, raw, tuple(image or ()))
+    raise typer.Exit(run_chat(question, options, address, cluster, ca, api_key))
 
 
 @app.command()

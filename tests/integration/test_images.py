@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,6 +158,27 @@ async def test_every_api_takes_images(asking: Any) -> None:
             stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
             text = "".join([each.chunk.text async for each in stub.Generate(request)])
         assert text == expected
+
+
+async def test_the_chat_command_sends_images_with_the_first_question(asking: Any, tmp_path: Path) -> None:
+    picture, missing = tmp_path / "cat.png", tmp_path / "none.png"
+    picture.write_bytes(CAT)
+    async with asking() as asked:
+        address = f"127.0.0.1:{asked.live.app.grpc_port}"
+
+        async def chat(*arguments: str) -> tuple[int | None, str, str]:
+            command = [sys.executable, "-m", "cluster", "chat", "--address", address, "--temperature", "0", *arguments]
+            process = await asyncio.create_subprocess_exec(
+                *command, "--max-tokens", str(TOKENS), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+            said, errors = await process.communicate()
+            return process.returncode, said.decode(), errors.decode()
+
+        code, said, errors = await chat("--image", str(picture), "--image", str(picture), "see")
+        assert code == 0, errors
+        assert said.rstrip("\n") == asked.expected(CAT, CAT, "see").rstrip("\n")
+        code, _, errors = await chat("--image", str(missing), "see")
+        assert (code, "--image" in errors, "expected a file" in errors) == (2, True, True), errors
 
 
 async def test_an_answer_is_whole_though_its_decode_worker_is_killed(asking: Any) -> None:

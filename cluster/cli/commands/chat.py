@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import find_routed
 from cluster.cli.router_client import chat_request, edge_channel, generate
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.v1 import inference_pb2
 
 DEFAULT_MAX_TOKENS = 1024
@@ -27,12 +27,20 @@ _HINT = "Ctrl-C ends an answer. /clear forgets the conversation. /bye or Ctrl-D 
 class ChatOptions:
     """Settings of every request. `temperature` None: the model's own sampling. `max_tokens` None: the command ends an
     answer after DEFAULT_MAX_TOKENS, for a request may not name more than the context has. `raw`: sends each text as a
-    plain prompt, without a chat template."""
+    plain prompt, without a chat template. `images`: go with the first question."""
 
     model: str
     temperature: float | None
     max_tokens: int | None
     raw: bool = False
+    images: tuple[Path, ...] = ()
+
+    def question(self, text: str, *, is_first: bool) -> inference_pb2.ChatMessage:
+        """Raises ConfigError for an image that cannot be read."""
+        if not (self.images and is_first):
+            return inference_pb2.ChatMessage(role="user", content=text)
+        files = [inference_pb2.ContentPart(image=_file(path)) for path in self.images]
+        return inference_pb2.ChatMessage(role="user", parts=[*files, inference_pb2.ContentPart(text=text)])
 
     def request(self, messages: list[inference_pb2.ChatMessage]) -> inference_pb2.GenerateRequest:
         request = chat_request(messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens)
@@ -49,6 +57,8 @@ def run_chat(
     ca: Path | None = None,
     api_key: str | None = None,
 ) -> int:
+    if options.raw and options.images:
+        raise ConfigError("--image: expected no --raw beside it: images need a chat template", field="--image")
     given = str(ca) if ca is not None else None
     if address is None:
         found = find_routed(cluster)
@@ -91,7 +101,7 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Raises the router's error; KeyboardInterrupt if Ctrl-C ended the answer, of which the part that came stays in
         the conversation."""
-        question = inference_pb2.ChatMessage(role="user", content=text)
+        question = self._options.question(text, is_first=not self._messages)
         answer: list[str] = []
         try:
             self._runner.run(self._print_answer([*self._messages, question], answer))
@@ -164,3 +174,10 @@ def _shown(text: str) -> str:
 async def _open(address: str, ca: str | None) -> grpc.aio.Channel:
     """On the event loop, as gRPC asks."""
     return edge_channel(address, ca)
+
+
+def _file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image: {path}: expected a file, got: {error.strerror}", field="--image") from error
