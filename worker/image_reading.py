@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tandem.engine.api import Engine
-from tandem.errors import RequestCancelled, RequestFailed, TandemError
+from tandem.errors import InputError, RequestCancelled, RequestFailed, TandemError
 from tandem.v1 import worker_pb2
 from worker.inbox import ImagesRead
 from worker.requests import RequestKey
@@ -20,9 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """`frames`: in their order; none of a prompt to expand. `is_left`: nobody waits for it any more."""
+    """`work`: None: of a prompt to expand. `frames`: in their order, with that work in the first. `is_left`: nobody
+    waits for it any more."""
 
-    frames: list[worker_pb2.RouterFrame]
+    work: worker_pb2.Work | None = None
+    frames: list[worker_pb2.RouterFrame] = field(default_factory=list)
     is_left: bool = False
 
 
@@ -44,21 +46,24 @@ class ImageReading:
         return {key.session for key in self._waiting}
 
     def takes(self, session: int, request_id: str, frame: worker_pb2.RouterFrame) -> bool:
-        """Whether the frame waits here."""
+        """Whether the frame waits here. Raises InputError for a prompt to expand under an id that is in use."""
         key, kind = RequestKey(session, request_id), frame.WhichOneof("frame")
         if (waiting := self._waiting.get(key)) is not None:
             if kind == "cancel":
                 waiting.is_left = True  # what has not begun is never read
                 self._tell(ImagesRead(session, request_id, RequestCancelled("the router cancelled the request")))
-            else:
+                return True
+            if kind == "expand_images":
+                raise InputError("request_id: expected a new id", field="request_id")
+            if waiting.work is not None:
                 waiting.frames.append(frame)
-            return True
+            return waiting.work is not None
         if kind == "expand_images":
             asked = frame.expand_images
-            self._start(key, [], partial(self._engine.expand, tuple(asked.prompt), tuple(asked.images)))
+            self._start(key, _Waiting(), partial(self._engine.expand, tuple(asked.prompt), tuple(asked.images)))
             return True
         if kind in ("generate", "reserve", "prefill") and (work := getattr(frame, kind).work).images:
-            self._start(key, [frame], partial(self._read, work))
+            self._start(key, _Waiting(work, [frame]), partial(self._read, work))
             return True
         return False
 
@@ -79,21 +84,16 @@ class ImageReading:
     def load(self) -> tuple[int, int, int]:
         """Requests whose prompts are to be computed once their images are read, the tokens of these, and requests whose
         KV is to come then."""
-        works = [getattr(frame, kind).work for frame, kind in self._first_frames() if kind != "reserve"]
-        reserves = sum(kind == "reserve" for _, kind in self._first_frames())
-        return len(works), sum(len(each.prompt) for each in works), reserves
+        waiting = [each for each in self._waiting.values() if each.work is not None]
+        computed = [each.work for each in waiting if not each.frames[0].HasField("reserve")]
+        return len(computed), sum(len(each.prompt) for each in computed if each), len(waiting) - len(computed)
 
     def close(self) -> None:
         """The last call. What has not begun is never read."""
         self._reading.shutdown(wait=False, cancel_futures=True)
 
-    def _first_frames(self) -> Iterator[tuple[worker_pb2.RouterFrame, str]]:
-        for waiting in self._waiting.values():
-            if waiting.frames and (kind := waiting.frames[0].WhichOneof("frame")) is not None:
-                yield waiting.frames[0], kind
-
-    def _start(self, key: RequestKey, frames: list[worker_pb2.RouterFrame], read: Callable[[], object]) -> None:
-        waiting = self._waiting[key] = _Waiting(frames)
+    def _start(self, key: RequestKey, waiting: _Waiting, read: Callable[[], object]) -> None:
+        self._waiting[key] = waiting
 
         def work() -> None:
             if not waiting.is_left:

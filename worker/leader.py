@@ -255,8 +255,14 @@ class Leader:
     def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         """A bad frame fails its own request, never the worker."""
         self._requests.outbox.count_frame(session)
-        if not self._images.takes(session, _request_id(frame), frame):
-            self._take_up(session, frame)
+        request_id = _request_id(frame)
+        try:
+            if self._images.takes(session, request_id, frame):
+                return
+        except TandemError as error:
+            self._requests.refuse(session, request_id, error)
+            return
+        self._take_up(session, frame)
 
     def _on_images(self, result: ImagesRead) -> None:
         frames, read = self._images.read(result), result.result

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -39,7 +40,7 @@ class Try:
     """What one router did with a request, as its client saw it."""
 
     router: str
-    began_s: float = field(default_factory=time.time)  # as processes' start times
+    began_s: float = field(default_factory=lambda: time.clock_gettime(time.CLOCK_BOOTTIME))  # as `_started_s`
     was_heard: bool = True  # unless it could not be connected to
     was_answered: bool = False
     text: str = ""
@@ -294,7 +295,7 @@ class Chaos:
             if "-m router" in " ".join(process.cmdline()):
                 for each in process.net_connections(kind="inet"):
                     if each.status == psutil.CONN_LISTEN:
-                        listening[f"{each.laddr.ip}:{each.laddr.port}"] = process.create_time()
+                        listening[f"{each.laddr.ip}:{each.laddr.port}"] = _started_s(process.pid)
         return {router: listening[router] for router in (each.base_url.netloc.decode() for each in self._clients)}
 
     async def healed(self, *, at_rest: bool) -> None:
@@ -325,3 +326,10 @@ def _ends(metrics: str) -> Counter[str]:
 
 def _rests(blocks: worker_pb2.BlockCounts) -> bool:
     return not blocks.leased and not blocks.in_use and blocks.free + blocks.cached == blocks.total
+
+
+def _started_s(pid: int) -> float:
+    """Seconds from the machine's start to the process's. As a time of day, it would be off by what the clock has been
+    corrected since."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")

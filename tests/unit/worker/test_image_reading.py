@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -111,6 +112,19 @@ def test_a_prompt_is_expanded(reading: Reading) -> None:
     (result,) = reading.told
     assert result.result == ExpandedPrompt((7, 0, 0, 0), ((1, 3),))
     assert reading.kinds(result) == []
+
+
+def test_no_frames_wait_for_a_prompt_that_is_expanded(reading: Reading) -> None:
+    """A router that is out of its mind: other frames have no id for the worker, or the same."""
+    for _ in range(2):
+        with contextlib.suppress(InputError):
+            reading.takes("", expand_images=worker_pb2.ExpandImages(prompt=[0], images=[IMAGE]))
+    assert not reading.takes("", hold=worker_pb2.Hold(request_id="r"))
+    assert not reading.takes("", generate=worker_pb2.Generate(work=reading.work("")))
+    assert reading.images.load() == (0, 0, 0)
+    reading.thread.run()
+    assert [reading.kinds(each) for each in reading.told] == [[]]
+    assert not reading.thread.work
 
 
 def test_what_is_cancelled_before_it_begins_is_never_read(reading: Reading) -> None:
