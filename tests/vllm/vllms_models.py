@@ -87,41 +87,37 @@ def write_gpt2(folder: Path) -> Path:
     return _write(folder, GPT2LMHeadModel(config), tokenizer)
 
 
+def _sizes(tokenizer: Any) -> dict[str, Any]:
+    """With heads of 32, the smallest that vLLM's attention on CPUs takes, two for each KV head."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+
+
 def write_olmo(folder: Path) -> Path:
-    """Norms without weights, and one KV head for two query heads."""
+    """Norms without weights."""
     tokenizer = _tokenizer()
-    config = OlmoConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return _write(folder, OlmoForCausalLM(config), tokenizer)
+    return _write(folder, OlmoForCausalLM(OlmoConfig(**_sizes(tokenizer))), tokenizer)
 
 
 def write_gemma3(folder: Path) -> Path:
-    """A window of 64 tokens in every second layer."""
+    """A window of 64 tokens in the first of two layers."""
     tokenizer = _tokenizer()
     config = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **_sizes(tokenizer),
         head_dim=32,
         sliding_window=64,
         layer_types=["sliding_attention", "full_attention"],
         query_pre_attn_scalar=32,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
     return _write(folder, Gemma3ForCausalLM(config), tokenizer)
 
@@ -129,37 +125,14 @@ def write_gemma3(folder: Path) -> Path:
 def write_mistral(folder: Path) -> Path:
     """A window of 64 tokens in every layer."""
     tokenizer = _tokenizer()
-    config = MistralConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=64,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    config = MistralConfig(**_sizes(tokenizer), sliding_window=64)
     return _write(folder, MistralForCausalLM(config), tokenizer)
 
 
 def write_image_model(folder: Path) -> Path:
     """An image becomes 32 tokens, some of them text between the embeddings of its four tiles and of the whole."""
     fast = _tokenizer()
-    text = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=128,  # heads of 32, the smallest that vLLM's attention on CPUs takes
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=fast.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=fast.pad_token_id,
-    )
+    text = LlamaConfig(**_sizes(fast))
     config = Idefics3Config(
         text_config=text.to_dict(),
         vision_config={
