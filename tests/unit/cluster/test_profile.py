@@ -63,7 +63,7 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
     assert more_s == pytest.approx(0.5 * 4 * masks_s)
     host = read_host(cost)
     assert host.cores == len(os.sched_getaffinity(0))
-    assert host.contention < 10
+    assert host.contention > 0
     shared = CliRunner().invoke(app, ["simulate", *traffic, *hardware, "--one-host"])
     assert shared.exit_code == 0, shared.output
     assert f"{host.cores} ranks run in parallel" in shared.stdout
