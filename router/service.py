@@ -181,13 +181,14 @@ class RouterService:
     @contextmanager
     def _held_images(self, raws: Sequence[RawRequest], choices: int) -> Iterator[None]:
         """Until they are submitted. Raises InputError, OverloadedError."""
+        images = [each for raw in raws for each in _images_of(raw.prompt)]
         with ExitStack() as held:
-            try:
-                for raw in raws:
-                    held.enter_context(self._images.held(_images_of(raw.prompt), choices))
-            except (InputError, OverloadedError) as error:
-                self.rejected(raws[0].model, error)
-                raise
+            if images:
+                try:
+                    held.enter_context(self._images.held(images, choices))
+                except (InputError, OverloadedError) as error:
+                    self.rejected(raws[0].model, error)
+                    raise
             yield
 
     async def submit_in_parts(

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """`work`: None: of a prompt to expand. `frames`: in their order, with that work in the first. `is_left`: nobody
-    waits for it any more."""
+    """A request, or a prompt to expand, which has no `work`. The first of `frames` brought the work; they are taken up
+    in this order. `is_left`: its router has cancelled it or is gone."""
 
     work: worker_pb2.Work | None = None
     frames: list[worker_pb2.RouterFrame] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ImageReading:
         return False
 
     def read(self, result: ImagesRead) -> Sequence[worker_pb2.RouterFrame] | None:
-        """The frames that waited for it. None: nobody waits for it any more."""
+        """Returns the frames that waited for this result; None: the router has cancelled the request or is gone."""
         key = RequestKey(result.session, result.request_id)
         waiting = self._waiting.get(key)
         if waiting is None or (waiting.is_left and not isinstance(result.result, RequestCancelled)):

@@ -32,9 +32,9 @@ from tandem.rpc.identity import Identity
 from tandem.rpc.versions import common_version, stated_versions
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
+from worker.engine_watch import HangWatch, RankEnds
 from worker.event_publisher import EventPublisher
 from worker.exit_codes import ENGINE_HUNG_EXIT_CODE
-from worker.hang_watch import HangWatch
 from worker.messages import (
     CacheChanged,
     Computing,
@@ -50,7 +50,6 @@ from worker.messages import (
     ToRouter,
     WantedAdapters,
 )
-from worker.rank_ends import RankEnds
 from worker.registration import Registration
 from worker.waiting_frames import messages
 from worker.wire import BEFORE_RANGES, VERSIONS

@@ -166,6 +166,7 @@ class Chat:
     wishes: Mapping[str, Any] = field(default_factory=dict)
     settings_field: str = "chat_template_kwargs"
     effort_field: str = "reasoning_effort"
+    images: tuple[bytes, ...] = field(init=False, compare=False)  # their files, in order
     chars: int = field(init=False, compare=False)  # what it costs to render and tokenize
 
     def __post_init__(self) -> None:
@@ -173,14 +174,11 @@ class Chat:
         tools = sum(len(repr(tool.schema)) + len(tool.description or "") for tool in self.offered)
         settings = sum(len(repr(each)) for each in (self.settings, self.wishes) if each)
         content = sum(MESSAGE_CHARS + len(each.content) for each in self.messages)
-        content += sum(len(each) // IMAGE_BYTES_PER_CHAR for each in self.images)
+        images = tuple(image for message in self.messages if message.parts for image in message.images)
+        object.__setattr__(self, "images", images)
+        content += sum(len(each) // IMAGE_BYTES_PER_CHAR for each in images)
         chars = content + more + tools + settings
         object.__setattr__(self, "chars", chars)
-
-    @property
-    def images(self) -> tuple[bytes, ...]:
-        """Their files, in order."""
-        return tuple(image for message in self.messages if message.parts for image in message.images)
 
     @property
     def offered(self) -> tuple[Tool, ...]:

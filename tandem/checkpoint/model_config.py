@@ -66,9 +66,8 @@ class ModelConfig:
     def of_any(cls, model_dir: Path) -> ModelConfig:
         """Of any model of text, or text and images, for another engine. Raises CheckpointError as `load`."""
         config = JsonFields.read(model_dir / "config.json")
-        if _is_ours(config):
-            with suppress(CheckpointError):  # with a setting that Tandem's own engine has not, which others may have
-                return cls.load(model_dir)
+        with suppress(CheckpointError):  # of another architecture, or with a setting that only other engines have
+            return cls.load(model_dir)
         names = config.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise config.wrong("architectures", "a list with a name", names)
@@ -184,12 +183,6 @@ def fingerprint(model_dir: Path) -> str:
         except OSError as error:
             raise CheckpointError(f"{path}: expected a readable file, got: {error.strerror}", field="model") from error
     return digest.hexdigest()[:32]
-
-
-def _is_ours(config: JsonFields) -> bool:
-    names = config.values.get("architectures")
-    is_known = isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES
-    return is_known and not config.values.get("quantization_config")
 
 
 def _text_part(config: JsonFields) -> JsonFields:

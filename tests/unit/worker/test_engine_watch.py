@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.hang_watch import HangWatch
+from worker.engine_watch import HangWatch
 
 
 @pytest.fixture
