@@ -96,11 +96,10 @@ def unbroken_text(decoder: TokenDecoder, prompt: Sequence[int], tokens: Sequence
     return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
 
-def asks_for(reference: Reference, decoder: TokenDecoder) -> list[Ask]:
+def asks_for(reference: Reference, decoder: TokenDecoder, seed: int = 0) -> list[Ask]:
     """Greedy ones with logprobs and sampled ones. Half of all end at a stop string, which is the middle half of the
-    answer: wherever in there a break comes, the string lies across it."""
+    answer: wherever in there a break comes, the string lies across it. Seeds 1,000 apart share no prompt."""
     asks: list[Ask] = []
-    seed = 0
     while len(asks) < STREAMS:
         seed += 1
         number = len(asks)
@@ -162,10 +161,12 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     async with routed(model_dir, prefill=2, decode=2, engine=ENGINE) as live:
-        asks = asks_for(reference_for(model_dir), live.app.service.models["tiny"].tokenizer)
-        for role in (Role.DECODE, Role.PREFILL):
+        reference, decoder = reference_for(model_dir), live.app.service.models["tiny"].tokenizer
+        for offset, role in enumerate((Role.DECODE, Role.PREFILL)):
             gaps: list[float] = []
-            for _ in range(ROUNDS):
+            for number in range(ROUNDS):
+                # Prompts that no worker has cached, or a prefill worker could be done before it is killed.
+                asks = asks_for(reference, decoder, seed=1000 * (2 * number + offset))
                 gaps += await kill_one_under_all(live, asks, role)
             gaps.sort()
             p99_s = gaps[round(0.99 * (len(gaps) - 1))]
