@@ -4,10 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=3.3.30
-target=$PWD/.cache/tools/checkov-$version
+mkdir -p .cache/tools
+target=$(cd .cache/tools && pwd -P)/checkov-$version  # its scripts name the folder, which may be linked
 if [ ! -x "$target/bin/checkov" ]; then
   python=$(command -v "${PYTHON:-python3}")
-  mkdir -p .cache/tools
   rm -rf "$target" && "$python" -m venv "$target"
   "$target/bin/python" -m pip install --quiet --disable-pip-version-check "checkov==$version" >&2 || { rm -rf "$target"; exit 1; }
 fi
