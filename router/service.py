@@ -101,6 +101,10 @@ class RouterService:
             return self.models
         return {name: model for name, model in self.models.items() if call.principal.may_use(name)}
 
+    def input_modalities(self, model: ServingModel) -> list[str]:
+        """Of its engines that are known at present."""
+        return ["text", "image"] if self._images.taken_by(model.base) else ["text"]
+
     def model(self, name: str, call: Call | None = None, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, without an adapter, unless `required`."""
         models = self.models_for(call)

@@ -105,6 +105,7 @@ class InferenceEdge(InferenceServicer):
                 vocab_tokens=model.vocab_tokens,
                 ready=self._service.model_ready(model.name),
                 parent=model.base if model.adapter else "",
+                input_modalities=self._service.input_modalities(model),
             )
             for model in self._service.models_for(call_of(context)).values()
         ]

@@ -62,8 +62,9 @@ from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.edge.write_pauses import WritePauses
 from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
+from router.request_terms import RequestTerms
 from router.requests.answers import Answers
-from router.requests.validation import renamed
+from router.requests.validation import RawRequest, renamed
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
 from tandem.errors import InputError, InternalError, RequestCancelled, TandemError
@@ -156,28 +157,28 @@ class HttpEdge:
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raw = await self._bodies.parsed(request, ChatCompletionRequest, ChatCompletionRequest.parse)
-        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
+        answers = await self._submitted(request, [raw], parsed.n or 1, terms)
         form = ChatFormat(answers, usage=parsed.usage, logprobs=bool(parsed.logprobs))
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raws = await self._bodies.parsed(request, CompletionRequest, CompletionRequest.parse)
-        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
+        answers = await self._submitted(request, raws, parsed.n or 1, terms)
         form = CompletionFormat(answers, usage=parsed.usage, prompt_only=parsed.is_prompt_only)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raw = await self._bodies.parsed(request, ResponsesRequest, ResponsesRequest.parse)
-        answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
+        answers = await self._submitted(request, [raw], 1, terms)
         form = ResponsesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
     async def messages(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed, raw = await self._bodies.parsed(request, MessagesRequest, MessagesRequest.parse)
-        answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
+        answers = await self._submitted(request, [raw], 1, terms)
         form = MessagesFormat(answers, parsed)
         return await self._answer(request, answers, form, is_streamed=bool(parsed.stream))
 
@@ -192,6 +193,23 @@ class HttpEdge:
     async def rerank(self, request: Request) -> Response:
         parsed, found = await self._embedded(request, RerankRequest)
         return JsonSlices(json_pieces(ranked_list(parsed, found)), self._service.executor)
+
+    async def _submitted(
+        self, request: Request, raws: Sequence[RawRequest], choices: int, terms: RequestTerms
+    ) -> Answers:
+        """As `submit_all`. A client that leaves ends it: reading images takes long. Raises ClientDisconnect then."""
+        connection: Connection = request.scope[SCOPE_KEY]
+        task = asyncio.ensure_future(self._service.submit_all(raws, choices, request.scope["request_id"], terms))
+        connection.when_lost(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+            raise ClientDisconnect from None
+        finally:
+            connection.when_lost(None)
 
     async def _embedded(self, request: Request, kind: type[Embeds]) -> tuple[Embeds, Embedded]:
         """The body, and the embeddings of its texts, some at a time."""
@@ -282,7 +300,10 @@ class HttpEdge:
     def _card(self, name: str) -> ModelCard:
         model = self._service.models[name]
         return ModelCard(
-            id=name, max_model_len=model.max_model_tokens, parent=model.base if model.adapter else msgspec.UNSET
+            id=name,
+            max_model_len=model.max_model_tokens,
+            input_modalities=self._service.input_modalities(model),
+            parent=model.base if model.adapter else msgspec.UNSET,
         )
 
     async def _answer(self, request: Request, answers: Answers, form: AnswerFormat, *, is_streamed: bool) -> Response:

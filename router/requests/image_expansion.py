@@ -69,9 +69,13 @@ class ImageExpander:
 
     def check(self, model: str) -> None:
         """Raises UnsupportedField for a model that takes no images."""
-        workers = [each for each in self._fleet.workers() if each.listed and each.link.info.model == model]
-        if workers and all(Capability.IMAGES in each.link.lacks for each in workers):
+        if self.taken_by(model) is False:
             raise UnsupportedField(f"{FIELD}: expected text alone: no engine of {model} takes images", field=FIELD)
+
+    def taken_by(self, model: str) -> bool | None:
+        """Whether an engine of the model takes images; None while no worker is known."""
+        workers = [each for each in self._fleet.workers() if each.listed and each.link.info.model == model]
+        return any(Capability.IMAGES not in each.link.lacks for each in workers) if workers else None
 
     async def expand(
         self, model: str, tenant: str, deadline_s: float | None, prompt: Sequence[int], images: Sequence[bytes]

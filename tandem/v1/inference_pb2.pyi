@@ -1026,12 +1026,17 @@ class ModelCard(_message.Message):
     VOCAB_TOKENS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    INPUT_MODALITIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_tokens: _builtins.int
     vocab_tokens: _builtins.int
     ready: _builtins.bool
     parent: _builtins.str
     """of an adapter: its model"""
+    @_builtins.property
+    def input_modalities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"text", and "image" if its engines take images"""
+
     def __init__(
         self,
         *,
@@ -1040,10 +1045,11 @@ class ModelCard(_message.Message):
         vocab_tokens: _builtins.int = ...,
         ready: _builtins.bool = ...,
         parent: _builtins.str = ...,
+        input_modalities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_tokens", b"max_model_tokens", "name", b"name", "parent", b"parent", "ready", b"ready", "vocab_tokens", b"vocab_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_modalities", b"input_modalities", "max_model_tokens", b"max_model_tokens", "name", b"name", "parent", b"parent", "ready", b"ready", "vocab_tokens", b"vocab_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

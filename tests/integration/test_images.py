@@ -130,6 +130,8 @@ async def test_answers_are_of_the_images_and_their_places(asking: Any) -> None:
 async def test_every_api_takes_images(asking: Any) -> None:
     async with asking() as asked:
         expected, size = asked.expected("see", CAT), len(asked.prompt("see", CAT).tokens)
+        (card,) = (await asked.http.get("/v1/models")).json()["data"]
+        assert card["input_modalities"] == ["text", "image"]
         given: list[dict[str, Any]] = [
             {"type": "input_text", "text": "see"},
             {"type": "input_image", "image_url": data_url(CAT), "detail": "auto"},
@@ -229,6 +231,8 @@ async def test_a_model_of_text_refuses_images(asking: Any) -> None:
         said = "messages: expected text alone: no engine of tiny takes images"
         assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
         assert (await asked.chat("text")).status_code == 200
+        (card,) = (await asked.http.get("/v1/models")).json()["data"]
+        assert card["input_modalities"] == ["text"]
 
 
 async def test_images_of_all_requests_have_a_limit(asking: Any) -> None:
@@ -283,6 +287,22 @@ async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropp
         assert await asked.text(CAT) == asked.expected(CAT)
         await until(lambda: expander._slots["tiny"]._free == AT_ONCE)
         assert expander._parsed_bytes == 0
+
+
+async def test_a_client_that_leaves_frees_its_place_before_its_image_is_read(asking: Any) -> None:
+    async with asking() as asked:
+        rank = asked.live.workers.live["prefill-0"].ranks[0]
+        expander = asked.live.app.service._images
+        os.kill(rank.pid, signal.SIGSTOP)
+        try:
+            left = [asyncio.create_task(asked.chat(CAT)) for _ in range(AT_ONCE)]
+            await until(lambda: expander._slots["tiny"]._free == 0)
+            for each in left:
+                each.cancel()
+            await until(lambda: expander._parsed_bytes == 0)
+        finally:
+            os.kill(rank.pid, signal.SIGCONT)
+        assert await asked.text(CAT) == asked.expected(CAT)
 
 
 async def test_all_text_is_shown_by_a_template_that_reads_parts_alone(asking: Any, model_dir: Path) -> None:

@@ -431,6 +431,7 @@ class ModelCard(AnswerStruct, kw_only=True):
     created: Count = 0
     owned_by: Literal["tandem"] = "tandem"
     max_model_len: Count
+    input_modalities: list[str]  # "text", and "image" if its engines take images
     parent: str | UnsetType = UNSET  # of an adapter: its model
 
 
