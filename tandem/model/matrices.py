@@ -99,13 +99,17 @@ class MatrixMaker:
             return self
         return replace(self, weights=Weights.DENSE if self.kernels is None else Weights.INT8)
 
+    def keep(self, weight: Tensor) -> Tensor:
+        """In memory that is quick to read."""
+        return weight if self.kernels is None else self.kernels.pages.keep(weight)
+
     def __call__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> Matrix:
         """weight [out, in], bias [out]. `largest` [out] is the largest magnitude of each whole row, of which `weight`
         may be a rank's part."""
         if self.kernels is None:
             return self._by_torch(weight, bias, largest)
         if not self.quantises and not self.batch_invariant:
-            return Dense(weight.contiguous(), bias, self.kernels)
+            return Dense(self.keep(weight), bias, self.kernels)
         padded = None if bias is None else self.kernels.padded_bias(bias)
         if not self.quantises:
             return Native(self.kernels.linear_float32, self.kernels.pack_float32(weight), padded)

@@ -43,7 +43,7 @@ class WeightReader:
     matrix: MatrixMaker
 
     def embedding_and_head(self) -> EmbeddingAndHead:
-        embedding = self._vocab_rows("model.embed_tokens.weight")
+        embedding = self.matrix.keep(self._vocab_rows("model.embed_tokens.weight"))
         head = embedding if self.config.tie_word_embeddings else self._vocab_rows("lm_head.weight")
         return EmbeddingAndHead(
             VocabEmbedding(embedding, self._vocab_sharded, self.tp),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.errors import ConfigError, InternalError
 from tandem.native.build import library_path
+from tandem.native.huge_pages import HugePages
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
 PANEL: Final = 16  # contiguous outputs in a packed matrix
@@ -105,6 +106,7 @@ class Kernels:
             function = getattr(library, f"tandem_{name}")
             function.argtypes = [_TYPES[each] for each in signature]
             function.restype = None
+        self.pages = HugePages()
         self._c: Any = library
         self._threads = threads
         self._ints = torch.empty(0, dtype=torch.int16)
@@ -120,7 +122,7 @@ class Kernels:
         outputs, inputs = values.shape
         padded = torch.zeros(_up(outputs, PANEL), _up(inputs, 2), dtype=torch.int8)
         padded[:outputs, :inputs] = values
-        packed = torch.empty(padded.numel(), dtype=torch.int8)
+        packed = self.pages.empty(padded.numel(), torch.int8)
         self._c.tandem_pack_i8(padded.data_ptr(), packed.data_ptr(), *padded.shape)
         most = min(_INT16_MAX, _INT32_MAX // (127 * padded.shape[1]))
         return PackedInt8(packed, _padded(scales), outputs, inputs, float(most))
@@ -134,7 +136,7 @@ class Kernels:
         groups = padded.shape[1] // GROUP
         per_group = torch.zeros(2, padded.shape[0], groups, dtype=torch.float16)
         per_group[:, :outputs] = torch.stack((scales, least))
-        packed = torch.empty(padded.shape[0] // PANEL * groups * _GROUP_BYTES, dtype=torch.uint8)
+        packed = self.pages.empty(padded.shape[0] // PANEL * groups * _GROUP_BYTES, torch.uint8)
         self._c.tandem_pack_i4(
             padded.data_ptr(), per_group[0].data_ptr(), per_group[1].data_ptr(), packed.data_ptr(), *padded.shape
         )
@@ -145,7 +147,7 @@ class Kernels:
         outputs, inputs = weight.shape
         padded = torch.zeros(_up(outputs, PANEL), inputs)
         padded[:outputs] = weight
-        packed = torch.empty(padded.numel())
+        packed = self.pages.empty(padded.numel(), torch.float32)
         self._c.tandem_pack_f32(padded.data_ptr(), packed.data_ptr(), *padded.shape)
         return PackedFloat32(packed, outputs, inputs)
 
