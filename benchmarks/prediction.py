@@ -29,7 +29,8 @@ from benchmarks.prediction_errors import CellErrors, Run, errors_of, figures_of,
 from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
 from cluster.cli.commands.planning.profile import run_profile
 from cluster.cli.load.player import LoadResult
-from cluster.profiling.profiler import Grid, open_profiler
+from cluster.profiling.profiler import FixedWork, Grid, Profiler, open_profiler
+from planner.cost import Corrections
 from planner.hardware import Hardware, setup_of_spec
 from planner.simulator.outcome import Outcome
 from planner.simulator.setup import Setup
@@ -169,22 +170,26 @@ class CellJournal:
 
 
 class Probes:
-    """A fixed piece of work, to tell how fast the machine is now."""
+    """The fixed work of profiles, to tell how fast the machine is now."""
 
-    def __init__(self, sizes: PredictionSizes) -> None:
-        self._stack, self._grid = ExitStack(), sizes.grid
+    def __init__(self, sizes: PredictionSizes, formats: Sequence[str]) -> None:
+        self._stack, self._grid, self._formats = ExitStack(), sizes.grid, formats
+        self._profilers: dict[str, Profiler] = {}
 
     def __enter__(self) -> Probes:
-        engine = EngineSpec(kv_blocks=512, threads_per_rank=1)
-        self._profiler = self._stack.enter_context(open_profiler(pull(DEMO_MODEL), engine, self._grid))
-        self._profiler.mixed_s()
+        for weights in self._formats:
+            engine = EngineSpec(kv_blocks=512, threads_per_rank=1, **WEIGHTS[weights])
+            profiler = self._stack.enter_context(open_profiler(pull(DEMO_MODEL), engine, self._grid))
+            profiler.fixed_work()
+            self._profilers[weights] = profiler
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def take_s(self) -> float:
-        return statistics.median(self._profiler.mixed_s() for _ in range(PROBES))
+    def take(self, weights: str) -> FixedWork:
+        taken = [self._profilers[weights].fixed_work() for _ in range(PROBES)]
+        return FixedWork(*(statistics.median(each) for each in zip(*taken, strict=True)))
 
 
 def prediction(
@@ -197,17 +202,17 @@ def prediction(
     """Yields the figures of each cell, then of all. `table`: a file for the errors and their intervals, as JSON."""
     journal, found = CellJournal(folder / "cells.jsonl", shares, sizes), list[CellErrors]()
     formats = list(dict.fromkeys(each.weights for each in names))
-    with Probes(sizes) as probes:
-        before = {weights: _profile(folder, weights, "before", sizes, journal, probes) for weights in formats}
+    before = {weights: profiled(folder, weights, sizes.grid, f"{weights}-before") for weights in formats}
+    with Probes(sizes, formats) as probes:
         for name in names:
             if journal.find(str(name)) is None:
                 hardware = load_measured_hardware(before[name.weights])
                 journal.add(str(name), _measured(name, hardware, shares, sizes, probes))
-        after = {weights: _profile(folder, weights, "after", sizes, journal, probes) for weights in formats}
+    after = {weights: profiled(folder, weights, sizes.grid, f"{weights}-after") for weights in formats}
     for weights in formats:
         write_mean(before[weights], after[weights], folder / f"{weights}.json")
     for name in names:
-        for errors in judged(name, load_measured_hardware(folder / f"{name.weights}.json"), sizes, journal):
+        for errors in judged(name, folder / f"{name.weights}.json", sizes, journal):
             yield from figures_of(errors)
             found.append(errors)
     for share in shares:
@@ -220,27 +225,25 @@ def all_cells() -> list[CellName]:
     return [CellName(weights, *shape, which) for weights in WEIGHTS for shape in SHAPES for which in TRACES]
 
 
-def _profile(
-    folder: Path, weights: str, when: str, sizes: PredictionSizes, journal: CellJournal, probes: Probes
-) -> Path:
-    """Of the demo model, `when` before or after the cells. Also notes how fast the machine was then."""
-    name = f"{weights}-{when}"
-    if journal.find(f"probe_{name}") is None:
-        before_s = probes.take_s()
-        profiled(folder, weights, sizes.grid, name)
-        journal.add(f"probe_{name}", {"seconds": (before_s + probes.take_s()) / 2})
-    return folder / f"{name}.json"
-
-
 def write_mean(before: Path, after: Path, to: Path) -> None:
     """The mean of two profiles: one alone is off by some percent. A point that only one has is scaled as the others."""
     found = [json.loads(each.read_text()) for each in (before, after)]
     widths = [each["widths"][0] for each in found]
     mean = {kind: _mean_points(at, *(each.get(kind, []) for each in widths)) for kind, at in _SECONDS_AT.items()}
     hosts = [each["host"] for each in found]
-    host = {key: statistics.mean(each.get(key, 1.0) for each in hosts) for key in hosts[1]}
-    content = found[1] | {"widths": [widths[1] | mean], "host": host | {"cores": hosts[1]["cores"]}}
+    host = _means(hosts) | {"contention": _means([each["contention"] for each in hosts]), "cores": hosts[1]["cores"]}
+    fixed_work = _means([each["fixed_work"] for each in found])
+    content = found[1] | {"widths": [widths[1] | mean], "host": host, "fixed_work": fixed_work}
     to.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _means(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each number that all have."""
+    return {
+        key: statistics.mean(each[key] for each in entries)
+        for key, value in entries[0].items()
+        if isinstance(value, float | int)
+    }
 
 
 def _mean_points(at: int, one: list[list[float]], other: list[list[float]]) -> list[list[float]]:
@@ -254,15 +257,20 @@ def _mean_points(at: int, one: list[list[float]], other: list[list[float]]) -> l
     return [[*key[:at], value, *key[at:]] for key, value in sorted(means.items())]
 
 
-def judged(name: CellName, hardware: Hardware, sizes: PredictionSizes, journal: CellJournal) -> Iterator[CellErrors]:
+def judged(name: CellName, cost: Path, sizes: PredictionSizes, journal: CellJournal) -> Iterator[CellErrors]:
     """The errors at each share of a cell that was measured. All that its cluster got is simulated as one trace, because
-    routers and caches remember what came before. Steps take as much longer than profiled as the probes did."""
+    routers and caches remember what came before. Prompts and decoding take as much longer than profiled in the file
+    `cost` as the fixed work did."""
     entry = journal.find(str(name))
-    profiles = [journal.find(f"probe_{name.weights}-{when}") for when in ("before", "after")]
     assert entry is not None
-    speed = statistics.median(entry["probes"])
-    drift = max(abs(each / speed - 1) for each in entry["probes"])
-    hardware = hardware.stretched(speed / statistics.mean(each["seconds"] for each in profiles if each is not None))
+    probes = [FixedWork(*each) for each in entry["probes"]]
+    usual = FixedWork(**json.loads(cost.read_text())["fixed_work"])
+    prompts, decoding = (statistics.median(each) for each in zip(*probes, strict=True))
+    drift = max(abs(each.prompts_s / prompts - 1) for each in probes)
+    drift = max(drift, *(abs(each.decoding_s / decoding - 1) for each in probes))
+    hardware = load_measured_hardware(cost)
+    slower = Corrections(prefill=prompts / usual.prompts_s, decode=decoding / usual.decoding_s)
+    hardware = replace(hardware, measured={tp: slower.of(each) for tp, each in hardware.measured.items()})
     parts = [_trace_of(run, entry["capacity"], name, sizes, len(run["ttft_s"])) for run in entry["runs"]]
     whole = parts[0]
     for part, run in zip(parts[1:], entry["runs"][1:], strict=True):
@@ -299,8 +307,12 @@ def _measured(
     name: CellName, hardware: Hardware, shares: Sequence[float], sizes: PredictionSizes, probes: Probes
 ) -> dict[str, Any]:
     """The capacity, the measured times of each run, and what the probes before and after took."""
-    taken = [probes.take_s()]
-    capacity, runs = asyncio.run(_played(name, hardware, shares, sizes, lambda: taken.append(probes.take_s())))
+    taken = [probes.take(name.weights)]
+
+    def probe() -> None:
+        taken.append(probes.take(name.weights))
+
+    capacity, runs = asyncio.run(_played(name, hardware, shares, sizes, probe))
     return {"capacity": capacity, "probes": taken, "runs": runs}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 from planner.acceptance import Acceptance
 from planner.cost import CostModel, PrefillWork
 from planner.shapes import LinkShape
-from planner.shared_host import HostCores
+from planner.shared_host import Contention, HostCores
 from tandem.errors import ConfigError
 
 _SPLITWISE = {"model", "hardware", "prompt_size", "batch_size", "token_size", "prompt_time", "token_time"}
@@ -315,9 +315,11 @@ def read_host(path: Path) -> HostCores:
             field="--one-host",
         )
     try:
-        return HostCores(**host)
-    except TypeError as error:
-        raise ConfigError(f"{path.name}: host: expected cores and contention: {error}", field="--one-host") from None
+        return HostCores(**host | {"contention": Contention(**host["contention"])})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path.name}: host: expected what this version of `tandem profile` writes: {error}", field="--one-host"
+        ) from None
 
 
 def write_measured(
@@ -327,8 +329,10 @@ def write_measured(
     host: HostCores | None = None,
     mask_s_per_row: float | None = None,
     acceptance: Acceptance | None = None,
+    fixed_work: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the measurements, not the fit: `read_measured` fits them again."""
+    """Writes the measurements, not the fit: `read_measured` fits them again. `fixed_work`: seconds that it took while
+    they were made, to tell how fast the machine was."""
     entries = [
         {
             "tp": tp,
@@ -347,6 +351,7 @@ def write_measured(
     content |= {} if host is None else {"host": asdict(host)}
     content |= {} if mask_s_per_row is None else {"mask_s_per_row": mask_s_per_row}
     content |= {} if acceptance is None else {"acceptance": asdict(acceptance)}
+    content |= {} if fixed_work is None else {"fixed_work": dict(fixed_work)}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """A noisy neighbour: an engine that computes while `tandem profile` measures another one, until its stdin closes.
 
-python -m cluster.profiling.neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
+python -m cluster.profiling.neighbour FOLDER SPEC prompts|decoding       SPEC: the EngineSpec as JSON
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 from cluster.profiling.profiler import Grid, open_profiler
 from tandem.config.engine import EngineSpec
@@ -19,12 +21,15 @@ from tandem.errors import UnavailableError
 
 READY = "ready"
 END_TIMEOUT_S = 30.0  # enough for a few steps of a large model
+STEPS = 64  # that decode after each one with prompts
+
+Load = Literal["prompts", "decoding"]
 
 
 @contextmanager
-def neighbours(count: int, folder: Path, engine: EngineSpec) -> Iterator[None]:
+def neighbours(count: int, folder: Path, engine: EngineSpec, load: Load) -> Iterator[None]:
     """Runs `count` neighbours inside the context. Raises UnavailableError."""
-    command = [sys.executable, "-P", "-m", __name__, str(folder), engine.model_dump_json()]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), engine.model_dump_json(), load]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
     ]
@@ -46,15 +51,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster.profiling.neighbour")
     parser.add_argument("folder", type=Path)
     parser.add_argument("engine")
+    parser.add_argument("load", choices=get_args(Load))
     options = parser.parse_args()
     engine = EngineSpec.model_validate_json(options.engine)
     ended = threading.Event()
     threading.Thread(target=_wait_stdin_closed, args=(ended,), daemon=True).start()
     with open_profiler(options.folder, engine, Grid()) as profiler:
-        profiler.mixed_s()
+        compute = profiler.prompts_s if options.load == "prompts" else partial(profiler.decoding_s, STEPS)
+        compute()
         print(READY, flush=True)
         while not ended.is_set():
-            profiler.mixed_s()
+            compute()
 
 
 def _wait_stdin_closed(ended: threading.Event) -> None:

@@ -6,11 +6,12 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 from cluster.profiling.measured import MeasuredEngine, measured_engine
 from planner.fitted import DecodePoint, MixedPoint, PrefillPoint
@@ -28,7 +29,7 @@ CHUNKS_OF_A_PROMPT = 4  # measures each chunk size after contexts of several len
 REPEATS = 3
 DECODE_STEPS = 6
 BESIDE_CHUNKS, BESIDE_BATCHES, BESIDE_CONTEXT = (16, 64, 256), (2, 8), 64
-MIXED_BATCH, MIXED_PROMPT, MIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decodes
+FIXED_BATCH, FIXED_PROMPT, FIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decoding
 
 MASKED_BATCH, MASKED_STEPS, MASK_RUNS = 16, 8, 3
 # Letters and digits only, and so many that nothing is forced and no answer ends within the steps.
@@ -50,6 +51,39 @@ def open_profiler(folder: Path, spec: EngineSpec, grid: Grid) -> Iterator[Profil
         yield Profiler(measured, spec, grid)
 
 
+Measured = TypeVar("Measured", PrefillPoint, DecodePoint, MixedPoint)
+
+
+class FixedWork(NamedTuple):
+    """Seconds of the same step with prompts and of the same decode steps, whenever they are measured."""
+
+    prompts_s: float
+    decoding_s: float
+
+
+class _Steadied(Generic[Measured]):
+    """Measurements without the changes of the machine's speed: that of a shared one differs by a sixth within minutes.
+    Each is held against a fixed piece of work before and after it."""
+
+    def __init__(self, fixed_s: Callable[[], float]) -> None:
+        self._fixed_s = fixed_s
+        self._taken = [fixed_s()]
+        self._points: list[tuple[Measured, float]] = []
+
+    def add(self, points: Iterable[Measured]) -> None:
+        """Of measurements since the last call."""
+        self._taken.append(self._fixed_s())
+        beside_s = (self._taken[-2] + self._taken[-1]) / 2
+        self._points += [(point, beside_s) for point in points]
+
+    @property
+    def usual_s(self) -> float:
+        return statistics.median(self._taken)
+
+    def points(self) -> list[Measured]:
+        return [point._replace(seconds=point.seconds * self.usual_s / beside_s) for point, beside_s in self._points]
+
+
 class Profiler:
     """Medians of the step times of one engine, in seconds."""
 
@@ -57,10 +91,11 @@ class Profiler:
         self._measured, self._spec, self._grid = measured, spec, grid
         self._numbers = count()
         self._capacity = measured.layout.num_blocks * measured.layout.block_tokens
+        self._usual_s: dict[str, float] = {}
 
     def prefills(self, report: Callable[[str], None]) -> list[PrefillPoint]:
         longest = min(self._measured.max_model_tokens - 2, self._capacity - 2)
-        found = []
+        found = _Steadied[PrefillPoint](self.prompts_s)
         for chunk in self._grid.chunks:
             chunks = min(CHUNKS_OF_A_PROMPT, longest // chunk)
             seconds: dict[int, list[float]] = defaultdict(list)
@@ -69,28 +104,31 @@ class Profiler:
                 self._add(engine, chunk * chunks, output_tokens=1)
                 for number in range(chunks):
                     seconds[number * chunk].append(_timed(engine))
-            found += [PrefillPoint(chunk, context, statistics.median(took)) for context, took in seconds.items()]
+            found.add(PrefillPoint(chunk, context, statistics.median(took)) for context, took in seconds.items())
             report(f"prefill, chunks of {chunk}: {chunks} contexts")
-        return found
+        self._usual_s["prompts_s"] = found.usual_s
+        return found.points()
 
     def decodes(self, report: Callable[[str], None]) -> list[DecodePoint]:
-        found = []
-        for batch, context in self._decode_grid():
-            engine = self._measured.engine(batch * context)
-            begun = self._begin(engine, batch, context, DECODE_STEPS)
-            took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
-            found.append(DecodePoint(batch, begun + batch * (DECODE_STEPS // 2), took))
-            report(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
-        if not found:
+        grid = [*self._decode_grid()]
+        if not grid:
             raise ConfigError(
                 f"engine.kv_memory_bytes: {self._capacity} tokens of KV are too few to profile: raise it",
                 field="engine.kv_memory_bytes",
             )
-        return found
+        found = _Steadied[DecodePoint](self.decoding_s)
+        for batch, context in grid:
+            engine = self._measured.engine(batch * context)
+            begun = self._begin(engine, batch, context, DECODE_STEPS)
+            took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
+            found.add([DecodePoint(batch, begun + batch * (DECODE_STEPS // 2), took)])
+            report(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
+        self._usual_s["decoding_s"] = found.usual_s
+        return found.points()
 
     def mixed(self, report: Callable[[str], None]) -> list[MixedPoint]:
         """Steps in which a prompt is computed beside answers."""
-        found = []
+        found = _Steadied[MixedPoint](lambda: sum(self.fixed_work()))
         for batch in BESIDE_BATCHES:
             for chunk in BESIDE_CHUNKS:
                 needed = batch * (2 * BESIDE_CONTEXT + 4 * REPEATS) + 2 * chunk
@@ -105,18 +143,19 @@ class Profiler:
                     _step(engine)  # without a prompt
                     self._add(engine, chunk, output_tokens=1)
                     took.append(_timed(engine))
-                found.append(MixedPoint(chunk, batch, begun + batch * REPEATS, statistics.median(took)))
-        report(f"prompts beside answers: {len(found)} steps")
-        return found
+                found.add([MixedPoint(chunk, batch, begun + batch * REPEATS, statistics.median(took))])
+        points = found.points()
+        report(f"prompts beside answers: {len(points)} steps")
+        return points
 
     def mask_s_per_row(self, report: Callable[[str], None]) -> float | None:
         """Seconds that a row with a grammar adds to a decode step; None if the model's vocabulary takes no grammar."""
         engine = self._measured.constrained
-        batch = max(1, min(MASKED_BATCH, self._spec.max_running_requests, self._capacity // (2 * MIXED_PROMPT)))
+        batch = max(1, min(MASKED_BATCH, self._spec.max_running_requests, self._capacity // (2 * FIXED_PROMPT)))
         took: dict[str | None, list[float]] = {None: [], MASK_GRAMMAR: []}
         for grammar in (None, MASK_GRAMMAR) * MASK_RUNS:
             for _ in range(batch):
-                self._add(engine, MIXED_PROMPT // 2, output_tokens=3 * MASKED_STEPS, grammar=grammar)
+                self._add(engine, FIXED_PROMPT // 2, output_tokens=3 * MASKED_STEPS, grammar=grammar)
             try:
                 for _ in range(MASKED_STEPS):  # prompts, compiling, first masks
                     _step(engine)
@@ -131,13 +170,36 @@ class Profiler:
         report(f"masks: {masks_s * 1e6:.1f} µs for each constrained row")
         return masks_s
 
-    def mixed_s(self) -> float:
-        """Seconds for one step with several prompts and the decode steps that follow."""
-        longest = min(self._measured.max_model_tokens, self._capacity // MIXED_BATCH) - MIXED_STEPS - 2
-        engine = self._measured.engine(MIXED_BATCH * MIXED_PROMPT)
-        for _ in range(MIXED_BATCH):
-            self._add(engine, max(1, min(MIXED_PROMPT, longest)), output_tokens=MIXED_STEPS + 1)
-        return sum(_timed(engine) for _ in range(MIXED_STEPS + 1))
+    @property
+    def usual_work(self) -> FixedWork:
+        """The fixed work's median while prompts and decoding were measured."""
+        return FixedWork(**self._usual_s)
+
+    def fixed_work(self) -> FixedWork:
+        return FixedWork(self.prompts_s(), self.decoding_s())
+
+    def prompts_s(self) -> float:
+        """Seconds for one step with several prompts."""
+        engine = self._fixed_batch(output_tokens=1)
+        return _timed(engine)
+
+    def decoding_s(self, steps: int = FIXED_STEPS) -> float:
+        """Seconds for so many steps of several requests that decode; fewer if a context has less room."""
+        steps = min(steps, self._fixed_room // 2)
+        engine = self._fixed_batch(output_tokens=steps + 1)
+        _step(engine)
+        return sum(_timed(engine) for _ in range(steps))
+
+    @property
+    def _fixed_room(self) -> int:
+        """Tokens that each request of the fixed work may have."""
+        return max(2, min(self._measured.max_model_tokens, self._capacity // FIXED_BATCH) - 2)
+
+    def _fixed_batch(self, output_tokens: int) -> Engine:
+        engine = self._measured.engine(FIXED_BATCH * FIXED_PROMPT)
+        for _ in range(FIXED_BATCH):
+            self._add(engine, max(1, min(FIXED_PROMPT, self._fixed_room - output_tokens)), output_tokens)
+        return engine
 
     def _decode_grid(self) -> Iterator[tuple[int, int]]:
         """(batch, context) pairs that fit the KV pool and the model's context."""

@@ -207,7 +207,9 @@ class SimWorker:
         if self._cores is None:
             self._loop.call_at(now_s + seconds, self._end, self._generation, plan, now_s)
         else:
-            self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s))
+            decode_s = self.cost.decode_step_s(rows, context) if prefills else seconds
+            decoding = min(1.0, decode_s / seconds) if seconds else 0.0
+            self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s), decoding)
 
     def _step_tokens_now(self, longest_s: float) -> int:
         """All of a step if no prompt is there; beside requests that decode, a prompt gets the least chunk or more."""

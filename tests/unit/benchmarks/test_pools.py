@@ -126,7 +126,9 @@ def test_the_mean_of_two_profiles_has_the_points_of_both(tmp_path: Path) -> None
         decode = [[1, 35, 0.1], [2, 70, 0.2]]
         width = {"tp": 1, "prefill": prefill, "decode": decode, "mixed": [[16, 2, 128, 0.3]], "link": {}}
         path = tmp_path / name
-        path.write_text(json.dumps({"widths": [width], "host": {"cores": 2, "request_s": request_s}}))
+        contention, fixed_work = {"decoding_beside_prompts": 1 + request_s}, {"prompts_s": request_s}
+        host = {"cores": 2, "request_s": request_s, "contention": contention}
+        path.write_text(json.dumps({"widths": [width], "host": host, "fixed_work": fixed_work}))
         return path
 
     before = written("before", [[16, 0, 1.0, 1], [64, 0, 2.0, 1]], 0.004)
@@ -138,7 +140,9 @@ def test_the_mean_of_two_profiles_has_the_points_of_both(tmp_path: Path) -> None
     assert [row[2] for row in width["prefill"]] == pytest.approx([1.1, 1.65, 2.2])
     assert width["decode"] == [[1, 35, 0.1], [2, 70, 0.2]]
     assert width["mixed"] == [[16, 2, 128, 0.3]]
-    assert mean["host"] == {"cores": 2, "request_s": pytest.approx(0.005)}
+    contention = {"decoding_beside_prompts": pytest.approx(1.005)}
+    assert mean["fixed_work"] == {"prompts_s": pytest.approx(0.005)}
+    assert mean["host"] == {"cores": 2, "request_s": pytest.approx(0.005), "contention": contention}
 
 
 def test_the_shifting_workload_has_long_prompts_then_long_answers_then_both(hardware: Hardware) -> None:

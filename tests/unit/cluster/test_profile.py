@@ -16,7 +16,7 @@ from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
 from cluster.cli.commands.planning.profile import as_in_a_worker, run_profile
 from cluster.cli.commands.planning.running_pair import RunningPair, cpu_clock
 from cluster.cli.main import app
-from cluster.profiling.profiler import BESIDE_CHUNKS, Grid, open_profiler
+from cluster.profiling.profiler import BESIDE_CHUNKS, FixedWork, Grid, open_profiler
 from planner.fitted import (
     DecodePoint,
     Measurements,
@@ -29,6 +29,7 @@ from planner.fitted import (
 from planner.shapes import LinkShape
 from planner.shared_host import HostCores
 from tandem.config.engine import EngineSpec
+from tandem.engine.api import Engine
 from tandem.errors import ConfigError
 from tandem.testing.models import write_tiny_llama
 
@@ -63,7 +64,7 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
     assert more_s == pytest.approx(0.5 * 4 * masks_s)
     host = read_host(cost)
     assert host.cores == len(os.sched_getaffinity(0))
-    assert host.contention > 0
+    assert host.contention.most >= 1
     shared = CliRunner().invoke(app, ["simulate", *traffic, *hardware, "--one-host"])
     assert shared.exit_code == 0, shared.output
     assert f"{host.cores} ranks run in parallel" in shared.stdout
@@ -73,6 +74,9 @@ def test_one_host_needs_what_was_measured_of_it(model: Path, tmp_path: Path) -> 
     (tmp_path / "cost.json").write_text('{"widths": []}')
     with pytest.raises(ConfigError, match=r"cost.json: expected a `host` entry"):
         load_hardware(HardwareFlags(str(model), "cpu", str(tmp_path / "cost.json"), one_host=True))
+    (tmp_path / "older.json").write_text('{"widths": [], "host": {"cores": 2, "contention": 1.2}}')
+    with pytest.raises(ConfigError, match=r"older.json: host: expected what this version of `tandem profile` writes"):
+        read_host(tmp_path / "older.json")
     with pytest.raises(ConfigError, match="--one-host: expected --cost"):
         load_hardware(HardwareFlags(str(model), "cpu", one_host=True))
 
@@ -105,6 +109,27 @@ def test_steps_that_a_short_context_has_no_room_for_are_left_out(model: Path) ->
         }
 
 
+def test_a_machine_that_changes_its_speed_does_not_change_what_is_measured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = 1.0
+
+    def timed(engine: Engine) -> float:
+        nonlocal speed
+        speed *= 1.02
+        return len(engine.step().tokens) * speed
+
+    monkeypatch.setattr("cluster.profiling.profiler._timed", timed)
+    spec = EngineSpec(max_model_tokens=200, kv_blocks=512, threads_per_rank=1)
+    with open_profiler(model, spec, Grid((16,), (1, 2, 4, 8), (16, 48))) as profiler:
+        points = profiler.decodes(lambda _: None)
+    took = [each.seconds / each.batch for each in points]
+    assert max(took) / min(took) < 1.2
+    assert speed > 2.0
+    with open_profiler(model, EngineSpec(max_model_tokens=20, kv_blocks=9, block_tokens=8), Grid()) as profiler:
+        assert all(each > 0 for each in profiler.fixed_work())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' clocks of processes")
 def test_cpu_time_includes_threads_that_ended() -> None:
     code = "import threading, time; t = threading.Thread(target=sum, args=(range(10**7),)); t.start(); t.join()"
@@ -122,8 +147,9 @@ def test_steps_take_as_long_as_in_a_running_worker(capsys: pytest.CaptureFixture
     alone = Measurements(prefills, decodes, LinkShape(1e9), [MixedPoint(64, 4, 256, 0.0182)])
 
     def found(prefill: float, decode: float) -> Measurements:
-        pair = RunningPair(HostCores(2), decode * 0.0041, 64, prefill * 0.0256)
-        return as_in_a_worker(alone, pair, print)
+        slower = FixedWork(prompts_s=1.3, decoding_s=0.7)  # than usual, while the pair was measured
+        pair = RunningPair(HostCores(2), 0.7 * decode * 0.0041, 64, 1.3 * prefill * 0.0256)
+        return as_in_a_worker(alone, pair, slower, print)
 
     slower = found(1.1, 0.9)
     assert [each.seconds for each in slower.prefills] == pytest.approx(

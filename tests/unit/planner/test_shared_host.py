@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 
-from planner.shared_host import BusyCores, HostCores
+from planner.shared_host import BusyCores, Contention, HostCores
 from planner.simulator.events import EventLoop
 from tandem.errors import ConfigError
 
-HOST = HostCores(cores=2, contention=1.2)
+HOST = HostCores(2, Contention(1.2, 1.2, 1.2, 1.2))
+BY_KIND = HostCores(2, Contention(1.0, 1.1, 1.2, 1.5))
 
 
 @pytest.mark.parametrize(
@@ -19,11 +20,10 @@ HOST = HostCores(cores=2, contention=1.2)
         (HostCores(1), [1, 2, 3, 4]),
         (HOST, [1, 1.2, 1.8, 2.4]),
         (HostCores(4), [1, 1, 1, 1, 1.25]),
-        (HostCores(4, 1.3), [1, 1.1, 1.2, 1.3, 1.625]),
-        (HostCores(2, 1.2, crowding=1.1), [1, 1.2, 1.98, 2.64]),
+        (HostCores(4, Contention(1.3, 1.3, 1.3, 1.3)), [1, 1.1, 1.2, 1.3, 1.625]),
         (HostCores(2, idle_cores=0.4), [1, 1.25, 1.875]),
     ],
-    ids=["one core", "two", "four without contention", "four", "two that take turns", "two with other work"],
+    ids=["one core", "two", "four without contention", "four", "two with other work"],
 )
 def test_stretch(host: HostCores, stretches: list[float]) -> None:
     assert [host.stretch(1 + at) for at in range(len(stretches))] == pytest.approx(stretches)
@@ -42,10 +42,22 @@ def test_other_work_leaves_part_of_the_cores(idle_cores: float) -> None:
         HostCores(2, idle_cores=idle_cores)
 
 
-@pytest.mark.parametrize(("cores", "contention"), [(0, 1.0), (2, 0.9), (2, float("nan"))])
-def test_what_no_host_is(cores: int, contention: float) -> None:
-    with pytest.raises(ConfigError, match="host: expected"):
-        HostCores(cores, contention)
+@pytest.mark.parametrize(
+    ("decoding", "others", "factor"),
+    [(0, 0, 1.0), (0, 1, 1.1), (1, 0, 1.2), (1, 1, 1.5), (0.5, 1, 1.3), (1, 0.5, 1.35), (0.5, 0.5, 1.2)],
+)
+def test_decoding_and_prompts_disturb_each_other_by_kind(decoding: float, others: float, factor: float) -> None:
+    assert BY_KIND.stretch(2, decoding, others) == pytest.approx(factor)
+    assert BY_KIND.stretch(3, decoding, others) == pytest.approx(1.5 * factor)
+    assert BY_KIND.stretch(1, decoding, others) == 1.0
+
+
+def test_what_no_host_is() -> None:
+    with pytest.raises(ConfigError, match="host: cores: expected at least 1, got 0"):
+        HostCores(0)
+    for value in (0.9, float("nan")):
+        with pytest.raises(ConfigError, match="host: contention: decoding_beside_prompts: expected at least 1"):
+            Contention(decoding_beside_prompts=value)
 
 
 def ends(steps: dict[str, tuple[float, int, float]], stop: tuple[str, float] | None = None) -> dict[str, float]:
@@ -69,6 +81,16 @@ def test_a_step_is_as_slow_as_there_are_others_at_each_moment() -> None:
     # a alone for half a second, then both at 1 / 1.2 for 0.6 s, then b alone with half a second left.
     assert ends({"a": (0, 1, 1.0), "b": (0.5, 1, 1.0)}) == pytest.approx({"a": 1.1, "b": 1.6})
     assert ends({"a": (0, 1, 1.0), "b": (0, 2, 1.0)}) == pytest.approx({"a": 1.8, "b": 1.8})
+
+
+def test_a_step_ends_by_what_it_and_the_others_compute() -> None:
+    loop, found = EventLoop(), dict[str, float]()
+    cores = BusyCores(BY_KIND, loop)
+    for name, decoding in (("decoding", 1.0), ("prompts", 0.0)):
+        cores.run(name, 1, 1.0, lambda name=name: found.update({name: loop.now_s()}), decoding)  # type: ignore[misc]
+    loop.run(lambda: False)
+    # Prompts take 1.1 s; of decoding 1.1 / 1.2 is done by then.
+    assert found == pytest.approx({"prompts": 1.1, "decoding": 1.1 + (1 - 1.1 / 1.2)})
 
 
 def test_who_is_lost_leaves_its_core() -> None:

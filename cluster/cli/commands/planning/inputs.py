@@ -300,7 +300,7 @@ def describe_cost(hardware: Hardware, tp: int, others: Iterable[int] = ()) -> st
     shared = (
         ""
         if host is None
-        else f"; {host.cores} ranks run in parallel, then with steps {host.contention:g} times as long"
+        else f"; {host.cores} ranks run in parallel, then with steps up to {host.contention.most:g} times as long"
     )
     return f"measured at TP {tp}: {known}{shared}"
 

@@ -6,21 +6,22 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import psutil
 from rich.console import Console
 
 from cluster.cli.commands.planning.running_pair import LONG_PROMPT, SHORT_PROMPT, RunningPair, measure_pair
 from cluster.profiling.measured import build_alone
-from cluster.profiling.neighbour import neighbours
-from cluster.profiling.profiler import Grid, Profiler, open_profiler
+from cluster.profiling.neighbour import Load, neighbours
+from cluster.profiling.profiler import FixedWork, Grid, Profiler, open_profiler
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
 from planner.devices import find_device
 from planner.fitted import Measurements, fit, read_measured, write_measured
 from planner.hardware import check_one_cost
-from planner.shared_host import HostCores
+from planner.shared_host import Contention, HostCores
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Role
 from tandem.errors import CheckpointError, InternalError, UnavailableError
@@ -29,7 +30,7 @@ from tandem.text.chat_template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 from tandem.training.own_answers import OwnAnswers
 
-MIXED_RUNS = 9
+FIXED_RUNS = 9
 ACCEPTANCE_TOKENS = 2000
 MOST_OFF = 1.5  # times: more is not how steps of an engine differ that is alone
 
@@ -49,22 +50,31 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
         mixed, masks_s = profiler.mixed(console.print), profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
+        usual, before = profiler.usual_work, profiler.fixed_work()
     measured = Measurements(prefills, decodes, link, mixed)
     if host is not None and (pair := measure_pair(host, str(resolved.folder), plain, console.print)) is not None:
-        host, measured = pair.host, as_in_a_worker(measured, pair, console.print)
+        with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
+            profiler.fixed_work()  # warms up
+            after = profiler.fixed_work()
+        slower = FixedWork(*(sum(each) / 2 / usual_s for *each, usual_s in zip(before, after, usual, strict=True)))
+        host, measured = pair.host, as_in_a_worker(measured, pair, slower, console.print)
     acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
-    write_measured(output, {1: measured}, about, host, masks_s, acceptance)
+    write_measured(output, {1: measured}, about, host, masks_s, acceptance, usual._asdict())
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")
     return 0
 
 
-def as_in_a_worker(measured: Measurements, pair: RunningPair, report: Callable[[str], None]) -> Measurements:
-    """Steps take as much longer or shorter as in a running worker: they differ by some percent, all alike."""
+def as_in_a_worker(
+    measured: Measurements, pair: RunningPair, slower: FixedWork, report: Callable[[str], None]
+) -> Measurements:
+    """Steps take as much longer or shorter as in a running worker: they differ by some percent, all alike. `slower`:
+    how many times as long as usual fixed work took while the pair was measured."""
     model = fit(measured.prefills, measured.decodes, measured.link, "profile", piecewise=True)
-    decode = pair.decode_s / model.decode_step_s(1, pair.context)
-    prefill = pair.prefill_s / max(1e-9, model.prefill_s(LONG_PROMPT, 0) - model.prefill_s(SHORT_PROMPT, 0))
+    decode = pair.decode_s / (model.decode_step_s(1, pair.context) * slower.decoding_s)
+    alone_s = model.prefill_s(LONG_PROMPT, 0) - model.prefill_s(SHORT_PROMPT, 0)
+    prefill = pair.prefill_s / max(1e-9, alone_s * slower.prompts_s)
     if not all(1 / MOST_OFF < factor < MOST_OFF for factor in (prefill, decode)):
         report(f"steps in a running worker took {prefill:.2f} and {decode:.2f} times as long, which is not believed")
         return measured
@@ -109,29 +119,35 @@ def _draft_share(speculator: Speculator) -> float:
 def _host_cores(
     profiler: Profiler, engine: EngineSpec, resolved: ResolvedModel, report: Callable[[str], None]
 ) -> HostCores | None:
-    """Measures how much longer steps take while every core of this host runs a worker, and while one more runs.
+    """Measures how much longer steps take while every core of this host runs a worker.
 
     If memory is too small for so many workers, reports that and returns None: the other measurements stay valid.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // engine.threads_per_rank)
 
-    def mixed_s(others: int) -> float:
-        with neighbours(others, resolved.folder, engine):
-            return statistics.median(profiler.mixed_s() for _ in range(MIXED_RUNS))
+    def steps_s(others: int = 0, load: Load = "prompts") -> FixedWork:
+        with neighbours(others, resolved.folder, engine, load):
+            took = [profiler.fixed_work() for _ in range(FIXED_RUNS)]
+        return FixedWork(*(statistics.median(each) for each in zip(*took, strict=True)))
 
     needed, free = cores * psutil.Process().memory_info().rss, psutil.virtual_memory().available
     if needed > free:
         report(f"contention not measured: {cores} workers need {needed >> 30} GiB more, and {free >> 30} GiB are free")
         return None
     try:
-        alone_s, beside_s, crowded_s = (mixed_s(others) for others in (0, cores - 1, cores))
+        before = steps_s()
+        beside_prompts, beside_decoding = (steps_s(cores - 1, load) for load in get_args(Load))
+        after = steps_s()
     except UnavailableError as error:
         report(f"contention not measured: {error.message}")
         return None
-    contention = max(1.0, beside_s / alone_s)
-    crowding = max(1.0, crowded_s / (alone_s * contention * (cores + 1) / cores))
-    report(
-        f"{cores} ranks in parallel: steps take {contention:.2f} times as long; with one more, {crowding:.2f} times "
-        "what taking turns explains"
+    alone = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
+    (prompts, decoding), (slower_prompts, slower_decoding) = (
+        (round(max(1.0, seconds / alone_s), 3) for seconds, alone_s in zip(each, alone, strict=True))
+        for each in (beside_prompts, beside_decoding)
     )
-    return HostCores(cores, round(contention, 3), crowding=round(crowding, 3))
+    report(
+        f"{cores} ranks in parallel: prompts take {prompts:.2f} times as long beside prompts and {slower_prompts:.2f} "
+        f"times beside decoding, decode steps {decoding:.2f} and {slower_decoding:.2f} times"
+    )
+    return HostCores(cores, Contention(prompts, slower_prompts, decoding, slower_decoding))
