@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,24 @@ async def test_an_answer_goes_on_exactly_when_a_worker_is_killed(
     routed: StartRouted, tiny: Path, answers: list[list[int]], role: Role
 ) -> None:
     async with routed(tiny, prefill=2, decode=2, engine=ENGINE) as live:
+        fleet = live.app.dispatcher.fleet
         streams = [Stream(number, answer) for number, answer in enumerate(answers)]
+        if role is Role.PREFILL:  # or it could end all that it has before it is killed
+            live.workers.live["prefill-0"].ranks[0].send_signal(signal.SIGSTOP)
         running = [asyncio.create_task(stream.read(live.app.service)) for stream in streams]
-        enough = 1 if role is Role.PREFILL else 10
-        await until(lambda: any(len(stream.tokens) >= enough for stream in streams))
-        workers = live.app.dispatcher.fleet.ready("tiny", role)
-        victim = max(workers, key=lambda worker: worker.account.requests)
+        if role is Role.PREFILL:
+            victim = next(worker for worker in fleet.workers() if worker.key.worker_id == "prefill-0")
+            await until(lambda: victim.account.requests > 0)
+        else:
+            await until(lambda: any(len(stream.tokens) >= 10 for stream in streams))
+            victim = max(fleet.ready("tiny", role), key=lambda worker: worker.account.requests)
         live.workers.live[victim.key.worker_id].kill()
         await asyncio.gather(*running)
         for stream in streams:
             stream.assert_exact()
+        assert "tandem_retries_total{" in live.app.metrics.render().decode()
         await live.workers.restart(victim.key.worker_id)
-        await until(lambda: len(live.app.dispatcher.fleet.ready("tiny", role)) == 2)
+        await until(lambda: len(fleet.ready("tiny", role)) == 2)
 
 
 async def test_an_answer_goes_on_exactly_when_it_moves(
@@ -132,10 +139,12 @@ async def test_an_answer_goes_on_exactly_when_it_moves(
         running = [asyncio.create_task(stream.read(live.app.service)) for stream in streams]
         await until(lambda: any(len(stream.tokens) >= 10 for stream in streams))
         info = cluster_pb2.WorkerInfo()
-        info.CopyFrom(live.workers.directory.workers["decode-0"])
+        leaving = max(workers, key=lambda name: workers[name].account.requests)
+        info.CopyFrom(live.workers.directory.workers[leaving])
         info.drain = cluster_pb2.DRAIN_MOVE
         await live.workers.directory.put(info)
-        await until(lambda: not workers["decode-0"].account.requests)
+        await until(lambda: not workers[leaving].account.requests)
         await asyncio.gather(*running)
         for stream in streams:
             stream.assert_exact()
+        assert 'tandem_moves_total{model="tiny",result="done"}' in live.app.metrics.render().decode()

@@ -47,4 +47,4 @@ async def test_a_failed_gpu_costs_no_answer_and_its_rank_says_why(
         assert [each.tokens for each in asked] == expected
         last = [line for line in failing.log.read_text().splitlines() if "rank-0" in line][-1]
         assert "cpu failed: CUDA error: an illegal memory access" in last
-        assert "tandem_retries_total" in live.app.metrics.render().decode()
+        assert "tandem_retries_total{" in live.app.metrics.render().decode()

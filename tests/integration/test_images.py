@@ -186,10 +186,15 @@ async def test_the_chat_command_sends_images_with_the_first_question(asking: Any
 async def test_an_answer_is_whole_though_its_decode_worker_is_killed(asking: Any) -> None:
     """The image goes to the next worker too."""
     async with asking(decode=2) as asked:
+        rank = asked.live.workers.live["decode-0"].ranks[0]
+        rank.send_signal(signal.SIGSTOP)  # or it could end all that it has before it is killed
+        workers = asked.live.app.dispatcher.fleet.workers()
+        decode = next(worker for worker in workers if worker.key.worker_id == "decode-0")
         many = [asyncio.create_task(asked.text(CAT, "what is it", str(number))) for number in range(40)]
-        await asyncio.sleep(0.2)
-        asked.live.workers.live["decode-0"].ranks[0].kill()
+        await until(lambda: decode.account.requests > 0)
+        rank.kill()
         assert await asyncio.gather(*many) == [asked.expected(CAT, "what is it", str(n)) for n in range(40)]
+        assert "tandem_retries_total{" in asked.live.app.metrics.render().decode()
         await asked.live.workers.restart("decode-0")
 
 
