@@ -100,7 +100,7 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     source = {
         "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-        "router": {"replicas": 2, "disaggregation": "always", "worker_stall_s": 300},
+        "router": {"replicas": 2, "disaggregation": "always", "worker_stall_s": 300, "drain_timeout_s": 60},
     }
     async with running(source, folder) as controller:
         yield controller
@@ -145,9 +145,10 @@ async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_
     first, second = controller.routers.slots
     expected = await answers(controller.routers.slots, 1)
     clients = [Client(controller.routers.slots, 0) for _ in ASKS]
+    pid = (await first.processes())[0].pid
     asked = [asyncio.create_task(client.ask(*ask)) for client, ask in zip(clients, ASKS, strict=True)]
     await asyncio.gather(*(client.begun.wait() for client in clients[:3]))
-    os.kill((await first.processes())[0].pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     killed_s = time.monotonic()
     assert await asyncio.gather(*asked) == expected
     broken = [text for client in clients for text in client.broken]
@@ -172,6 +173,10 @@ async def keyed(router: RouterSlot, key: str, prompt: list[int]) -> httpx.Respon
         return await http.post(f"http://{router.http_address}/v1/completions", json=body, headers=headers)
 
 
+async def finished(router: RouterSlot) -> float:
+    return await metric(router, "tandem_requests_total", 'state="finished"')
+
+
 async def runs_one(router: RouterSlot) -> None:
     async with asyncio.timeout(60.0):
         while not await metric(router, "tandem_running_requests"):
@@ -183,7 +188,7 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     controller: Controller,
 ) -> None:
     first, second = controller.routers.slots
-    ran = await metric(second, "tandem_requests_total")
+    ran = await finished(second)
     prompt = ASKS[1][0]
     original = await keyed(first, "done", prompt)
     under_way = asyncio.create_task(keyed(first, "under way", prompt))
@@ -191,7 +196,7 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
     repeats = await asyncio.gather(*(keyed(router, "under way", prompt) for router in (first, second)))
     assert {repeat.content for repeat in repeats} == {(await under_way).content}
     assert [repeat.headers.get("idempotency-replayed") for repeat in repeats] == ["true", "true"]
-    assert await metric(second, "tandem_requests_total") == ran, "it has run none itself"
+    assert await finished(second) == ran, "it has run none itself"
 
     broken = asyncio.create_task(keyed(first, "broken", prompt))
     await runs_one(first)
@@ -201,11 +206,11 @@ async def test_a_repeated_request_is_answered_once_also_through_another_router_a
         await broken
     again = await keyed(second, "done", prompt)
     assert (again.content, again.headers["idempotency-replayed"]) == (original.content, "true")
-    assert await metric(second, "tandem_requests_total") == ran, "its answer outlives the router"
+    assert await finished(second) == ran, "its answer outlives the router"
     retries = await asyncio.gather(*(keyed(second, "broken", prompt) for _ in range(2)))
     assert retries[0].content == retries[1].content
     assert {retry.headers.get("idempotency-replayed") for retry in retries} == {None, "true"}, "in either order"
-    assert await metric(second, "tandem_requests_total") == ran + 1, "what the killed one had begun, once"
+    assert await finished(second) == ran + 1, "what the killed one had begun, once"
     await check_conserved(controller)
     await serves_again(first, restarts + 1)
 
@@ -249,11 +254,13 @@ async def test_a_rolling_restart_of_routers_and_workers_fails_no_request(control
 async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(controller: Controller) -> None:
     second = controller.routers.slots[1]
     restarts = second.restarts
-    expected = await answers(controller.routers.slots, 0, 16)
+    expected = await answers(controller.routers.slots, 0)
     clients = [Client(controller.routers.slots, 1) for _ in ASKS]
-    asked = [asyncio.create_task(client.ask(*ask, 16)) for client, ask in zip(clients, ASKS, strict=True)]
+    pid = (await second.processes())[0].pid
+    asked = [asyncio.create_task(client.ask(*ask)) for client, ask in zip(clients, ASKS, strict=True)]
     await asyncio.gather(*(client.begun.wait() for client in clients))
-    os.kill((await second.processes())[0].pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
+    assert not all(each.done() for each in asked)
     assert await asyncio.gather(*asked) == expected
     assert not [text for client in clients for text in client.broken]
     await check_conserved(controller)
