@@ -68,7 +68,7 @@ async def test_texts_are_scored_and_ranked(routed: StartRouted, tiny: Path) -> N
     rows = [expected(tiny, text) for text in TEXTS]
     async with (
         routed(tiny, prefill=1, decode=1, engine=ENGINE) as live,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1", timeout=60) as client,
     ):
 
         async def ask(path: str, **fields: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_bad_input_names_the_field(routed: StartRouted, tiny: Path) -> None:
     async with (
         routed(tiny, prefill=0, decode=1, engine=ENGINE) as live,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1", timeout=60) as client,
     ):
         for path, fields, field, said in BAD:
             reply = await client.post(path, json={"model": "tiny"} | fields)
@@ -133,7 +133,7 @@ async def test_bad_input_names_the_field(routed: StartRouted, tiny: Path) -> Non
 async def test_a_text_that_no_worker_can_hold_is_named(routed: StartRouted, tiny: Path) -> None:
     async with (
         routed(tiny, prefill=0, decode=1, engine=EngineSpec(kv_blocks=20, max_step_tokens=100)) as live,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1", timeout=60) as client,
     ):
         texts = ["a"] * (EMBEDDED_AT_ONCE + 1) + ["b", "x" * 400]
         reply = await client.post("/embeddings", json={"model": "tiny", "input": texts})
@@ -150,7 +150,7 @@ async def test_a_model_that_pools_otherwise_is_refused(routed: StartRouted, tmp_
     (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     async with (
         routed(model, prefill=1, decode=1, engine=ENGINE) as live,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.app.http_port}/v1", timeout=60) as client,
     ):
         reply = await client.post("/embeddings", json={"model": "tiny", "input": "a"})
         assert reply.status_code == 400

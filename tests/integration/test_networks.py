@@ -149,7 +149,7 @@ def test_a_slow_network_that_loses_packets_changes_no_token(far: Callable[..., N
 async def cut(source: str, target: str, both: bool, far: Far) -> None:
     """Requests under way when the network is cut, and those that come meanwhile."""
     early = asyncio.create_task(far.ends())
-    await asyncio.sleep(0.1)
+    await until(lambda: any(worker.account.requests for worker in far.app.dispatcher.fleet.workers()))
     began_s = time.monotonic()
     far.machines.cut(source, target, both=both)
     ends = [*await early]

@@ -62,7 +62,7 @@ async def test_they_end_with_errors_of_their_own_and_the_others_are_answered(
 @pytest.mark.slow
 async def test_a_step_that_takes_long_is_no_stall(routed: StartRouted, tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, layers=6)
-    router = RouterSpec(worker_stall_s=2.0, http_port=0, grpc_port=0)
+    router = RouterSpec(worker_stall_s=4.0, http_port=0, grpc_port=0)
     async with routed(model_dir, prefill=0, decode=2, engine=ENGINE, router=router, rank_module=FAILING_RANK) as live:
         asked = Asked(live.app.service, CRAWLS + random_prompt(8, VOCAB, 1), GREEDY | {"max_tokens": 4})
         await asked.task
