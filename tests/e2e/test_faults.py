@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import psutil
 import pytest
+
+from router.testing.stub_worker import until
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Cluster, Golden
@@ -45,21 +48,20 @@ def retries(cluster: Cluster) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
 
 
-def kill_worker(worker: dict[str, Any], process: str) -> None:
-    os.kill(next(found["pid"] for found in worker["processes"] if found["name"] == process), signal.SIGKILL)
-
-
 @pytest.mark.acceptance(8, here="12 requests; TTFT is not compared")
 async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
         expected = [await ask(client, entry.prompt_ids) for entry in golden]
-        running = [asyncio.create_task(ask(client, golden[number % 3].prompt_ids)) for number in range(6)]
         redis = [
             child
             for child in psutil.Process(cluster.process.pid).children(recursive=True)
             if "valkey" in child.name() or "valkey-server" in " ".join(child.cmdline())
         ]
         assert redis
+        begun = asyncio.Event()
+        asks = [ask(client, golden[number % 3].prompt_ids, begun=begun) for number in range(6)]
+        running = [asyncio.create_task(each) for each in asks]
+        await begun.wait()
         for process in redis:
             process.kill()
         later = [asyncio.create_task(ask(client, golden[number % 3].prompt_ids)) for number in range(6)]
@@ -69,20 +71,42 @@ async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Gol
     cluster.assert_conserved()
 
 
+async def begin(
+    client: openai.AsyncOpenAI, asks: list[tuple[str, int, dict[str, Any]]]
+) -> tuple[list[asyncio.Task[str]], list[asyncio.Event]]:
+    """The answers, and which of them have begun: at least one."""
+    begun = [asyncio.Event() for _ in asks]
+    answers = [ask(client, *each, begun=event) for each, event in zip(asks, begun, strict=True)]
+    running = [asyncio.create_task(each) for each in answers]
+    await until(lambda: any(each.is_set() for each in begun), 120.0)
+    return running, begun
+
+
 async def kill_under_eight_streams(cluster: Cluster, role: str, process: str) -> dict[str, Any]:
-    """Greedy and seeded answers are the same afterwards, undisturbed. Returns the worker as it was."""
+    """Greedy and seeded answers are the same afterwards, undisturbed. Returns the worker as it was.
+
+    A prefill worker is stopped before it is killed: it could be done with all prompts between two looks at it.
+    """
     story = "Once upon a time a lighthouse keeper wrote down every ship that passed in the night, " * 5
-    asks = [(f"{role} {process} {number}: {story}", SEEDED if number % 2 else GREEDY) for number in range(8)]
     before, retried = cluster.worker(role), retries(cluster)
+    pid = next(found["pid"] for found in before["processes"] if found["name"] == process)
     async with cluster.async_client(timeout=120.0) as client:
-        begun = asyncio.Event()
-        running = [asyncio.create_task(ask(client, prompt, 48, sampling, begun)) for prompt, sampling in asks]
-        await begun.wait()
-        kill_worker(before, process)
+        for turn in count():
+            asks = [(f"{turn} {role} {process} {n}: {story}", 48, SEEDED if n % 2 else GREEDY) for n in range(8)]
+            running, begun = await begin(client, asks)
+            if role == "decode":
+                break
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.5)  # what it had sent has arrived
+            if not all(each.is_set() for each in begun):
+                break
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.gather(*running)
+        os.kill(pid, signal.SIGKILL)
         answers = await asyncio.gather(*running)
         assert retries(cluster) > retried, "nothing was disturbed"
         await asyncio.to_thread(cluster.wait_ready)
-        assert answers == await asyncio.gather(*(ask(client, prompt, 48, sampling) for prompt, sampling in asks))
+        assert answers == await asyncio.gather(*(ask(client, *each) for each in asks))
     return before
 
 

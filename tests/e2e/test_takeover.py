@@ -97,13 +97,13 @@ async def test_a_killed_controller_costs_no_answer_and_the_next_takes_over_every
 async def test_a_drain_under_way_is_continued_and_a_changed_spec_remembered(
     cluster_with: Callable[..., Cluster], tmp_path: Path, backend: str
 ) -> None:
-    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
-    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 800}}
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, max_positions=8192)
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 1}, "engine": {"kv_blocks": 4000}}
     spec = {"models": [{"source": str(model), **pools}], "control": {"backend": backend}}
     cluster = await asyncio.to_thread(cluster_with, spec=spec)
     assert (await asyncio.to_thread(cluster.tandem, "scale", "--decode", "2")).returncode == 0
-    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120.0) as client:
-        body = {"model": "tiny", "max_tokens": 1900, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=300.0) as client:
+        body = {"model": "tiny", "max_tokens": 6000, "ignore_eos": True}  # under way until the controller is killed
         bodies = [body | {"prompt": random_prompt(20, VOCAB, number)} for number in range(8)]
         answers = [asyncio.create_task(client.post("/v1/completions", json=each)) for each in bodies]
         async with Admin(f"127.0.0.1:{cluster.admin_port}").channel() as channel:
@@ -189,13 +189,14 @@ async def test_workers_outlive_a_killed_tandem_up_on_a_ray_cluster_of_its_own(no
     spec = {"models": [{"source": str(model), **pools}], "control": {"ray_address": nodes.address}}
     first = await asyncio.to_thread(start_cluster, tmp_path, spec=spec)
     before = running(first)
-    body = {"model": "tiny", "prompt": random_prompt(20, VOCAB, 1), "max_tokens": 400, "ignore_eos": True}
+    begun = asyncio.Event()
     async with httpx.AsyncClient(base_url=first.base_url, timeout=120.0) as client:
-        answering = asyncio.create_task(client.post("/v1/completions", json=body))
+        answering = asyncio.create_task(lines_of(client, 1, 1900, begun))
+        await begun.wait()
         first.process.kill()
         first.process.wait(10)
-        assert (await answering).status_code == 200
-        assert (await client.post("/v1/completions", json=body)).status_code == 200  # nothing controls it now
+        assert (await answering)[-1] == "data: [DONE]"
+        assert (await lines_of(client, 1, 400, begun))[-1] == "data: [DONE]"  # nothing controls it now
     process = await asyncio.to_thread(start, first, "up", "--config", str(tmp_path / "cluster.yaml"))
     second = Cluster(process, first.env, first.http_port, first.grpc_port, first.admin_port, first.log)
     try:
@@ -290,16 +291,16 @@ async def test_a_lost_ray_cluster_of_its_own_lets_running_streams_end(
     nodes: RayNodes, tmp_path: Path, to_the_end: bool
 ) -> None:
     """Its GCS dies, and with it the head's node: routers and one of two workers."""
-    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, max_positions=16_384)
     nodes.add()
-    pools = {"prefill": {"workers": 0}, "decode": {"workers": 2}, "engine": {"kv_blocks": 800}}
+    pools = {"prefill": {"workers": 0}, "decode": {"workers": 2}, "engine": {"kv_blocks": 4000}}
     control = {"ray_address": nodes.address}
     spec = {"models": [{"source": str(model), **pools}], "control": control, "router": {"drain_timeout_s": 1.0}}
     cluster = await asyncio.to_thread(start_cluster, tmp_path, spec=spec)
     routers = [psutil.Process(each["pid"]) for each in cluster.status()["processes"] if each["name"] == "router-0"]
     try:
         async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120.0) as client:
-            tokens = [8, 8, 8, 8, 1900, 1900, 1900, 1900, 1900]  # the first end in a second on any machine
+            tokens = [8] * 4 + [12_000] * 5  # the first end in a second on any machine, the others on none
             begun = [asyncio.Event() for _ in tokens]
             asks = zip(range(len(tokens)), tokens, begun, strict=True)
             streams = [asyncio.create_task(lines_of(client, *each)) for each in asks]
