@@ -12,8 +12,10 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,9 +213,11 @@ class RayNodes:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = f"{RAY_HOST}:{self._port}"
         self._start("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={folder}")
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while self._run("health-check", "--address", self.address).returncode:
-            assert time.monotonic() < deadline, self._log.read_text()
+        try:
+            self._wait_healthy()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -226,9 +230,17 @@ class RayNodes:
         for node in reversed(self._nodes):
             family = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
             node.send_signal(signal.SIGINT)  # at once, where SIGTERM drains first
-            node.wait(ENDS_WITHIN_S)
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(ENDS_WITHIN_S)
+            node.kill()
+            node.wait()
             for process in psutil.wait_procs(family, timeout=10)[1]:
                 process.kill()
+
+    def _wait_healthy(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while self._run("health-check", "--address", self.address).returncode:
+            assert time.monotonic() < deadline, self._log.read_text()
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         options = ("--num-cpus=1", "--object-store-memory=83886080", f"--node-ip-address={RAY_HOST}", "--block")
@@ -244,9 +256,9 @@ class RayNodes:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    folder = Path(f"/tmp/ray-nodes-{os.getpid()}")  # short: Ray's unix sockets lie below it
-    folder.mkdir(mode=0o700)
-    running = RayNodes(folder)
-    yield running
-    running.close()
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    folder = Path(tempfile.mkdtemp(prefix="rn", dir="/tmp"))  # short: Ray's unix sockets lie below it
+    try:
+        with closing(RayNodes(folder)) as running:
+            yield running
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
