@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +42,10 @@ EVERY = bool(os.environ.get("TANDEM_SOAK"))
 VALUES: dict[str, Any] = {
     "cluster": {
         "models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 1}}],
-        "router": {"replicas": 2, "disaggregation": "always"},
+        "router": {"replicas": 2, "disaggregation": "always", "drain_timeout_s": 90},
         "security": {"allow_plaintext": True},
     },
+    "terminationGracePeriodSeconds": 120,
     # A CPU for each worker: the two cannot share a machine.
     "node": {"replicas": 1, "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}},
     "preStopSeconds": 1,
@@ -121,13 +123,14 @@ def machines() -> Iterator[Machines]:
 @contextmanager
 def deployed(machines: Machines, manifests: Manifests, release: str = "test") -> Iterator[Deployment]:
     """Not started."""
-    folder = Path(f"/tmp/{release[:2]}{os.getpid()}")  # short: Ray's unix sockets lie below it
-    folder.mkdir(mode=0o700)
-    deployment = Deployment(machines, folder, manifests, release)
+    folder = Path(tempfile.mkdtemp(prefix=release[:2], dir="/tmp"))  # short: Ray's unix sockets lie below it
     try:
-        yield deployment
+        deployment = Deployment(machines, folder, manifests, release)
+        try:
+            yield deployment
+        finally:
+            deployment.kill()
     finally:
-        deployment.kill()
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
@@ -175,11 +178,11 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
     assert deployment.epochs == before
 
     # A running request is answered to its end while the head drains.
-    running = ask(node, 8000, 100, HEAD_IP)
+    running = ask(node, 8000, 300, HEAD_IP)
     deployment.wait(lambda: any(worker["requests"]["running"] for worker in deployment.status()["workers"]), 20.0)
     deployment.note_processes()
-    assert head.terminate(60.0) == 0, head.log
-    assert answer_of(running)["usage"]["completion_tokens"] == 100
+    assert head.terminate(120.0) == 0, head.log
+    assert answer_of(running)["usage"]["completion_tokens"] == 300
     assert deployment.tandem_processes() == []  # on both machines; Ray's end with their container
 
 
@@ -214,12 +217,12 @@ def test_routers_in_pods_of_their_own_serve_while_the_head_is_replaced(deploymen
 
         deployment.add_router(2)  # a rollout: one more, then one less
         deployment.wait(lambda: deployment.router_states.get("router-c") == "ready", 60.0)
-        running = ask(routers[0], 8000, 100)
+        running = ask(routers[0], 8000, 300)
         time.sleep(0.5)
         gone = deployment.pods.pop("router-a")  # its endpoint goes
         time.sleep(1.0)
         assert gone.terminate(120.0) == 0, gone.log
-        assert answer_of(running)["usage"]["completion_tokens"] == 100
+        assert answer_of(running)["usage"]["completion_tokens"] == 300
         deployment.wait(lambda: deployment.router_states == {"router-b": "ready", "router-c": "ready"}, 30.0)
     finally:
         clients.close()
@@ -377,11 +380,11 @@ def test_weights_lead_from_one_release_to_the_next_and_no_request_fails(
                 assert shares["head"] > shares["green"] or weight < 90, shares
                 assert shares["head"] <= 2 or weight > 0, "but those that had begun"
             assert deployment.epochs == before
-            running = ask(deployment.pods["head"], 8000, 100)  # one that came before the last change
+            running = ask(deployment.pods["head"], 8000, 300)  # one that came before the last change
             deployment.wait(lambda: any(each["requests"]["running"] for each in deployment.status()["workers"]), 20.0)
             answered = clients.answers.copy()
             assert deployment.pods["head"].terminate(120.0) == 0  # uninstalled
-            assert answer_of(running)["usage"]["completion_tokens"] == 100
+            assert answer_of(running)["usage"]["completion_tokens"] == 300
             green.wait(lambda: clients.answers["green"] >= answered["green"] + 4, 60.0)
             assert clients.answers["head"] == answered["head"]
         finally:
