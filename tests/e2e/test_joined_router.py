@@ -262,7 +262,7 @@ async def test_changed_settings_of_routers_are_applied_one_after_another(
     }
     cluster = await asyncio.to_thread(cluster_with, spec=spec)
     if joined:
-        routers = [join(cluster, "--leave-seconds", "1.5") for _ in range(2)]
+        routers = [join(cluster, "--leave-seconds", "5") for _ in range(2)]
         await asyncio.gather(*(router.wait_ready() for router in routers))
         ports = [router.http for router in routers]
         clients = Clients(ports)
@@ -283,7 +283,7 @@ async def test_changed_settings_of_routers_are_applied_one_after_another(
         late = join(cluster)
         await late.wait_ready()
         ports.append(late.http)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         body = {"model": "tiny", "prompt": "x" * 3000}
         found = [await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) for port in ports]
     assert [each.status_code for each in found] == [413] * len(ports)
@@ -293,7 +293,7 @@ async def test_changed_settings_of_routers_are_applied_one_after_another(
         assert refused.returncode != 0
         assert "router-0 ends whenever it is started" in refused.stderr
         assert "the routers have their earlier settings again" in " ".join(refused.stderr.split())
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             found = [await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) for port in ports]
         assert [each.status_code for each in found] == [413] * len(ports)
     assert running(cluster)["workers"] == workers
@@ -325,7 +325,7 @@ async def test_a_controller_that_dies_in_a_change_changes_no_two_joined_routers_
 
     async def count_ready() -> None:
         nonlocal least
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             while True:
                 ready = [await _is_ready(client, router.http) for router in own]
                 least = min(least, sum(ready))

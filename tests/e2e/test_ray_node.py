@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.e2e.conftest import ENDS_WITHIN_S, Cluster, RayNodes
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VOCAB = 300
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), {"temperature": 0.8, "seed": n}) for n in range(4)]
-DRAIN_S = 30.0  # Ray's default: so long a node that gets SIGTERM waits for what runs on it
 ANSWER_TOKENS = 1600  # seconds: an answer that began before a worker is drained has not ended by then
 COUNTS = ("tandem_retries_total", "tandem_moves_total")
 
@@ -93,11 +91,9 @@ async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_
             async with asyncio.timeout(60.0):  # one without work has nothing to move
                 while not counted(cluster, "tandem_worker_requests", f'worker="{there["id"]}"', 'state="running"'):
                     await asyncio.sleep(0.01)
-            told_s = time.monotonic()
             leaving.send_signal(told_by)
             await asyncio.to_thread(leaving.wait, ENDS_WITHIN_S)
             drained = told_by == signal.SIGTERM
-            assert not drained or time.monotonic() - told_s < DRAIN_S, "an empty node leaves at once"
             ended = list(answered)
             while any(now < then + 2 for now, then in zip(answered, ended, strict=True)):
                 await asyncio.sleep(0.1)
