@@ -147,9 +147,9 @@ async def test_answers_with_and_without_images_share_a_batch(site: Site) -> None
 
 async def test_preempted_answers_read_their_images_again(site: Site) -> None:
     """There are blocks for about half of them. What was imported is computed by the decode worker's two ranks."""
-    chats: list[list[Part]] = [[picture(number), f"number {number}"] for number in range(36)]
-    found = await asyncio.gather(*(site.ask(parts, 120) for parts in chats))
-    assert [each.choices[0].message.content for each in found] == await site.expected(chats, 120)
+    chats: list[list[Part]] = [[picture(number), f"number {number}"] for number in range(18)]
+    found = await asyncio.gather(*(site.ask(parts, 300) for parts in chats))
+    assert [each.choices[0].message.content for each in found] == await site.expected(chats, 300)
     async with httpx.AsyncClient() as client:
         metrics = (await client.get(f"http://{site.controller.http_address}/metrics")).text
     counted = [line for line in metrics.splitlines() if line.startswith("tandem_worker_preemptions_total")]
@@ -160,14 +160,15 @@ async def test_a_worker_that_dies_loses_no_answer(site: Site) -> None:
     """A single decode worker: its requests wait for its next life, to which their images are sent again."""
     chats: list[list[Part]] = [[picture(40 + number), f"number {number}"] for number in range(8)]
     slot = site.controller.workers.slots["decode-0"]
-    rank = next(each.pid for each in await slot.processes() if each.name == "rank-0")
-    many = [asyncio.create_task(site.ask(parts)) for parts in chats]
+    rank, epoch = next(each.pid for each in await slot.processes() if each.name == "rank-0"), slot.epoch
+    many = [asyncio.create_task(site.ask(parts, 200)) for parts in chats]
     async with asyncio.timeout(LONG_S):
         while not (state := await site.controller.workers.state(slot)) or not state.load.running_requests:
             await asyncio.sleep(0.02)
         os.kill(rank, signal.SIGKILL)
         found = await asyncio.gather(*many)
-    assert [each.choices[0].message.content for each in found] == await site.expected(chats)
+    assert slot.epoch != epoch
+    assert [each.choices[0].message.content for each in found] == await site.expected(chats, 200)
 
 
 @pytest.mark.parametrize(

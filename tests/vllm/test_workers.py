@@ -112,15 +112,15 @@ async def test_narrow_workers_hand_off_to_wide_ones(
     routed: StartRouted, model_dir: Path, expected: list[list[int]]
 ) -> None:
     """Two wide ones share the machine, and a killed one leaves nothing of what its ranks shared."""
-    before = {*SHARED_MEMORY.glob("vllm-*")}
     async with routed(model_dir, prefill=2, decode=2, decode_tp=2, engine=ROOMY) as live:
-        fleet = live.app.dispatcher.fleet
+        fleet, killed = live.app.dispatcher.fleet, live.workers.live["decode-0"]
         found = await answers(live)
         await until(lambda: handoffs(live) == len(ASKS))  # observed once the answers have ended
         await live.workers.restart("decode-0")
         await until(lambda: fleet.count_ready(Role.DECODE) == 2, 60.0)
         assert [len(tokens) for tokens in await answers(live)] == [TOKENS] * len(ASKS)
-        assert {*SHARED_MEMORY.glob("vllm-*")} <= before
+        epochs = [each.launch.epoch for each in (killed, *live.workers.live.values())]
+        assert not [path for epoch in epochs for path in SHARED_MEMORY.glob(f"vllm-*-{epoch:x}-*")]
     greedy = slice(0, None, 3)  # sums in another order may change which token is drawn
     assert found[greedy] == expected[greedy]
 
