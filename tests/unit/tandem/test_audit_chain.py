@@ -238,6 +238,8 @@ def test_a_process_that_is_killed_leaves_whole_lines_and_a_segment_without_an_en
     )
     with subprocess.Popen([sys.executable, "-c", script, str(path)]) as process:
         written(path, 500)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # no thread is in a write, which SIGKILL could cut
         process.send_signal(signal.SIGKILL)
     log = open_log(path)
     log.write(line(1))
