@@ -180,7 +180,7 @@ class Chaos:
         """False: there is nothing to injure at this moment, because the last fault is not healed."""
         try:
             self.history.faults[f"{kind}: {await (self._faults | self._ray_faults)[kind]()}"] += 1
-        except (TandemError, grpc.aio.AioRpcError, psutil.Error, LookupError):
+        except (TandemError, grpc.aio.AioRpcError, psutil.Error, LookupError, ProcessLookupError):
             return False
         return True
 
@@ -246,7 +246,9 @@ class Chaos:
     async def _signal_worker(self, process: str, signum: signal.Signals) -> str:
         workers = [each.info for each in (await fetch_status(self._admin)).workers if each.state == "ready"]
         worker = self._random.choice(workers)
-        pid = next(each.pid for each in worker.processes if each.name.startswith(process))
+        pid = next((each.pid for each in worker.processes if each.name.startswith(process)), None)
+        if pid is None:
+            raise LookupError(f"{worker.worker_id} has no {process}")
         os.kill(pid, signum)
         if signum == signal.SIGSTOP:
             await asyncio.sleep(FROZEN_S)
