@@ -47,7 +47,7 @@ QUICK = CostSizes(
     step_ms=2,
     http_streams=4,
     grpc_streams=4,
-    seconds=0.3,
+    seconds=1.5,
     rounds=1,
     demo_model=False,
 )
