@@ -136,8 +136,9 @@ async def test_models_and_server_info(cluster: Cluster) -> None:
 
 async def test_deadline_cancels_the_request_on_both_workers(cluster: Cluster) -> None:
     cluster.prefill.behaviour.hold_prefills = True
+    await cluster.channel.channel_ready()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=1.0):
+        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=3.0):
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: bool(cluster.prefill.cancelled and cluster.decode.cancelled))

@@ -143,7 +143,7 @@ async def test_a_request_that_no_client_waits_for_is_cancelled_after_the_grace(c
 @pytest.mark.parametrize("is_done", [True, False])
 async def test_a_key_with_another_request_or_api_is_refused(cluster: Cluster, is_done: bool) -> None:
     if not is_done:
-        cluster.decode.behaviour.token_delay_s = 0.2
+        cluster.decode.behaviour.token_delay_s = 2.0
     first = generate(cluster)
     await begun(cluster)
     if is_done:
@@ -154,6 +154,7 @@ async def test_a_key_with_another_request_or_api_is_refused(cluster: Cluster, is
         "/v1/completions", json={"model": MODEL, "prompt": "Hi"}, headers={KEY: "order 66"}
     )
     assert answer.status_code == 422
+    assert first.done() == is_done
     await first
     assert prefills(cluster) == 1
     assert (outcomes(cluster)["conflict"], outcomes(cluster, "http")) == (1, {"conflict": 1})

@@ -81,6 +81,7 @@ async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluste
     writer.close()
 
 
+@pytest.mark.parametrize("client_timeout_s", [60.0])
 @pytest.mark.parametrize(("count", "status"), [(128, b"200"), (129, b"431")])
 async def test_a_request_has_at_most_so_many_headers(cluster: Cluster, count: int, status: bytes) -> None:
     body = b'{"model":"tiny","prompt":"x","max_tokens":1}'
@@ -94,6 +95,7 @@ async def test_a_request_has_at_most_so_many_headers(cluster: Cluster, count: in
     assert bool(cluster.decode.received) == (status == b"200")
 
 
+@pytest.mark.parametrize("client_timeout_s", [60.0])
 async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: Cluster) -> None:
     cluster.says("slowly" * 20)
     cluster.decode.behaviour.token_delay_s = 0.05

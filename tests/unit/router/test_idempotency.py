@@ -173,7 +173,7 @@ async def test_a_retry_within_the_grace_stops_its_count(cluster: Cluster) -> Non
 @pytest.mark.parametrize("is_done", [True, False])
 async def test_a_key_with_another_body_or_path_is_refused(cluster: Cluster, is_done: bool) -> None:
     if not is_done:
-        cluster.decode.behaviour.token_delay_s = 0.2
+        cluster.decode.behaviour.token_delay_s = 2.0
     first = post(cluster)
     await begun(cluster)
     if is_done:
@@ -183,6 +183,7 @@ async def test_a_key_with_another_body_or_path_is_refused(cluster: Cluster, is_d
         answer = await cluster.http.post(f"/v1/{path}", json=body, headers=KEYED)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (422, "idempotency_key_reused", "idempotency-key")
+    assert first.done() == is_done
     assert (await first).status_code == 200
     assert prefills(cluster) == 1
 

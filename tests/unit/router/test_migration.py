@@ -149,7 +149,7 @@ class TestNoMigrations:
         assert cluster.ends("failed") == 1
 
     async def test_loss_before_the_answer_begins_has_its_http_status(self, cluster: Cluster) -> None:
-        cluster.decode.behaviour.token_delay_s = 0.2
+        cluster.decode.behaviour.token_delay_s = 30
         task = asyncio.create_task(cluster.http.post("/v1/completions", json=PROMPT))
         await until(lambda: bool(cluster.decode.frames("join")))
         await cluster.decode.kill()

@@ -203,8 +203,10 @@ async def test_deadline_in_the_middle_of_a_stream_is_its_last_event(cluster: Clu
 
 async def test_grpc_deadline_is_the_requests(cluster: Cluster) -> None:
     stop_at(cluster, "decode")
+    cluster.decode.behaviour.token_delay_s = 30
+    await cluster.channel.channel_ready()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read(generate(cluster, {}, timeout_s=1.0, max_tokens=100))
+        await read(generate(cluster, {}, timeout_s=3.0, max_tokens=100))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: bool(cluster.decode.cancelled))
     await until(lambda: cluster.metric('tandem_requests_total{code="deadline_exceeded"') == 1)

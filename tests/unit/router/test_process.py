@@ -190,7 +190,8 @@ async def test_answers_that_outlast_the_drain_of_their_router_end_with_an_error_
     async def stream() -> None:
         async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             assert answer.status_code == 200
-            events.extend([line async for line in answer.aiter_lines() if line])
+            async for line in answer.aiter_lines():
+                events.extend([line] if line else [])
 
     async def generate() -> TandemError | None:
         request = pb.GenerateRequest(prompt="Hello there", sampling=pb.SamplingParams(max_tokens=1000))
@@ -208,7 +209,7 @@ async def test_answers_that_outlast_the_drain_of_their_router_end_with_an_error_
         await until_ready(client)
         streamed, generated = asyncio.create_task(stream()), asyncio.create_task(generate())
         whole = asyncio.create_task(client.post("/v1/completions", json=body))
-        await until(lambda: len(worker.frames("generate")) == 3 and len(messages) > 3)
+        await until(lambda: len(worker.frames("generate")) == 3 and len(messages) > 3 and bool(events))
         process.send_signal(signal.SIGTERM)
         answer = await whole
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")

@@ -207,8 +207,8 @@ async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
 
     good = keys.path.read_text()
     for broken in ("keys: [", "keys: [{id: 1}]", "nonsense: 1", "\x00"):
-        keys.path.write_text(broken)
         seen = len(caplog.records)
+        keys.path.write_text(broken)
         await until(lambda seen=seen: any("stays in use" in each.message for each in caplog.records[seen:]))  # type: ignore[misc]
         assert (await complete(cluster, new)).status_code == 200
     seen = len(caplog.records)
