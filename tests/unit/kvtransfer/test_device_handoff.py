@@ -52,7 +52,7 @@ async def complete(handoff: Handoff) -> set[str]:
     """Returns the transports that carried the blocks."""
     found: set[str] = set()
     for rank in handoff.prefill.ranks:
-        await rank.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=30.0)
+        await rank.expect(Sent, ticket_id=handoff.ticket_id)
     for rank in handoff.decode.ranks:
         found |= {*(await rank.expect(Received, ticket_id=handoff.ticket_id)).transports}
     assert handoff.arrived()
@@ -106,7 +106,7 @@ async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
 ) -> None:
     sender, receiver = await pair(make_worker, prefill=prefill, decode=decode)
     broken = start(sender, receiver)
-    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id)
     assert failed.cause == HandoffCause.DIGEST_MISMATCH
     await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id)
     await complete(start(sender, receiver, seed=1))
@@ -116,7 +116,7 @@ async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
 async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worker: MakeWorker) -> None:
     sender, receiver = await pair(make_worker, prefill=faulty("blocks", "misaddress"))
     broken = start(sender, receiver)
-    await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id)
     await sender.ranks[0].expect(LinkReport, state="down")  # what is opened on the old connection ends with it
     await complete(start(sender, receiver, seed=1))
 
@@ -148,7 +148,7 @@ async def test_mapped_is_not_forced_on_pools_in_unlike_memory(
     make_worker: MakeWorker, devices: tuple[str, str]
 ) -> None:
     prefill, _ = await pair(make_worker, devices, transport="mapped")
-    refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
+    refused = await prefill.ranks[0].expect(LinkReport, state="refused")
     assert "host memory" in refused.reason
 
 
@@ -186,14 +186,14 @@ async def test_a_large_prompt_arrives_by_messages_between_devices(make_worker: M
 async def test_a_message_between_devices_that_changes_on_its_way_changes_no_block(make_worker: MakeWorker) -> None:
     sender, receiver = await pair(make_worker, prefill=faulty("digest", "flip"), transport="nccl")
     broken = start(sender, receiver)
-    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id)
     assert failed.cause == HandoffCause.DIGEST_MISMATCH
     await complete(start(sender, receiver, seed=1))
 
 
 async def test_messages_between_devices_are_not_for_pools_in_host_memory(make_worker: MakeWorker) -> None:
     prefill, _ = await pair(make_worker, ("cpu", ""), transport="nccl")
-    refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
+    refused = await prefill.ranks[0].expect(LinkReport, state="refused")
     assert "nccl: our pool is in cpu, the peer's in host memory" in refused.reason
 
 
@@ -220,11 +220,11 @@ async def test_a_peer_killed_at_any_stage_of_messages_costs_its_handoffs_and_no_
     assert await asyncio.to_thread(dead.ranks[0].process.wait, 30.0) == -signal.SIGKILL
     alive.set_peers_of()  # as its leader says
     kind: type[ReceiveFailed | SendFailed] = ReceiveFailed if victim == "prefill" else SendFailed
-    failed = await alive.ranks[0].expect(kind, ticket_id=broken.ticket_id, timeout_s=15.0)
+    failed = await alive.ranks[0].expect(kind, ticket_id=broken.ticket_id)
     assert failed.cause in (HandoffCause.PEER_LOST, HandoffCause.TRANSPORT)
 
     dead.ranks[0].start_agent("kvtransfer.agent")
-    dead.attached[0] = await dead.ranks[0].expect(Attached, timeout_s=30.0)
+    dead.attached[0] = await dead.ranks[0].expect(Attached)
     prefill.set_peers_of(decode)
     decode.set_peers_of(prefill)
     assert await complete(start(prefill, decode, seed=1)) == {"nccl"}

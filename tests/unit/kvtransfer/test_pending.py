@@ -21,6 +21,7 @@ class Device:
     started: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     ends: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    is_waited_for: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
     failing: tuple[int, ...] = ()  # end with `error`; of none named, all
 
@@ -35,6 +36,7 @@ class Operation:
     number: int
 
     def wait(self) -> int:
+        self.device.is_waited_for.set()
         assert self.device.ends.acquire(timeout=30.0)
         if self.device.error is not None and (not self.device.failing or self.number in self.device.failing):
             raise self.device.error
@@ -187,6 +189,7 @@ async def test_a_device_that_is_lost_at_a_start_fails_what_is_under_way_too(link
 
     tasks = [link.run(number) for number in range(2)]
     await link.under_way(2)
+    assert await asyncio.to_thread(link.device.is_waited_for.wait, 30.0)  # before, it would start one more
     tasks += [asyncio.create_task(link.queue.run(fails)), link.run(2)]
     await asyncio.sleep(0)
     link.device.ends.release(1)
