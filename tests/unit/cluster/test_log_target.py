@@ -122,7 +122,7 @@ async def test_a_restart_in_place_goes_on_with_the_same_name(tmp_path: Path, pip
     spec = ProcessSpec(name="agent", argv=(sys.executable, "-c", script), restart=True)
     await supervisor.start(MemberStart(run_dir=str(tmp_path / "run"), files={}, processes=(spec,)))
     (before,) = supervisor.processes()
-    await until(lambda: said.exists())
+    await until(lambda: said.exists() and said.stat().st_size == 1)
     os.kill(before.pid, signal.SIGKILL)
     await until(lambda: said.stat().st_size == 2)
     (now,) = supervisor.processes()
