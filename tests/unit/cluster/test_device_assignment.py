@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -202,8 +203,7 @@ def under_ray(
     devices: list[int] | None = None,
 ) -> dict[str, dict[str, str | None]]:
     """What each rank got. Ray reads its token at import and keeps it, hence the process."""
-    folder = Path("/tmp") / f"tandem-devices-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders
-    folder.mkdir(mode=0o700)
+    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # Ray's socket paths leave no room for pytest's
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
     env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     try:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterable
@@ -110,8 +111,7 @@ SCRIPT = textwrap.dedent(
 @pytest.mark.slow
 def test_members_live_in_actors_that_ray_brings_back(tmp_path_factory: pytest.TempPathFactory) -> None:
     """In a process of its own: Ray reads its token when it is imported, and keeps it."""
-    folder = Path("/tmp") / f"tandem-test-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders
-    folder.mkdir(mode=0o700)
+    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # Ray's socket paths leave no room for pytest's
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         command = [sys.executable, "-c", SCRIPT, str(folder)]

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,7 @@ from tandem.testing.processes import command_lines
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    path = Path("/tmp") / f"tandem-head-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders
-    path.mkdir(mode=0o700)
+    path = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # Ray's socket paths leave no room for pytest's folders
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -45,7 +45,7 @@ def test_a_part_that_is_frozen_is_named_and_everything_ends(folder: Path, part: 
             while f"Ray's {part}" not in said and (line := head.stderr.readline()):
                 said += line
             assert f"Ray's {part}" in said
-            assert time.monotonic() - started_s < 10.0
+            assert time.monotonic() - started_s < 30.0  # other tests may keep the machine busy
             assert head.wait(30) == 1
         finally:
             head.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -100,8 +101,7 @@ SCRIPT = textwrap.dedent(
 @pytest.mark.slow
 def test_workers_go_to_their_groups_and_beside_their_partners() -> None:
     """In a process of its own: Ray reads its token when it is imported, and keeps it."""
-    folder = Path("/tmp") / f"tandem-test-{os.getpid()}"
-    folder.mkdir(mode=0o700)
+    folder = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         command = [sys.executable, "-c", SCRIPT, str(folder)]
