@@ -37,7 +37,8 @@ class Contention:
 
     @property
     def most(self) -> float:
-        return max(asdict(self).values())
+        factors: list[float] = [*asdict(self).values()]
+        return max(factors)
 
     def of(self, decoding: float, others: float) -> float:
         """Of a step that decodes for a share `decoding` of its time, while others do for a share `others`."""

@@ -200,7 +200,11 @@ class HttpEdge:
         """As `submit_all`. A client that leaves ends it: reading images takes long. Raises ClientDisconnect then."""
         connection: Connection = request.scope[SCOPE_KEY]
         task = asyncio.ensure_future(self._service.submit_all(raws, choices, request.scope["request_id"], terms))
-        connection.when_lost(task.cancel)
+
+        def leave() -> None:
+            task.cancel()
+
+        connection.when_lost(leave)
         try:
             return await task
         except asyncio.CancelledError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -32,8 +34,9 @@ def test_stretch(host: HostCores, stretches: list[float]) -> None:
 @pytest.mark.parametrize("name", ["request_s", "frame_s", "token_s", "handoff_s", "kv_byte_s"])
 def test_processes_take_no_negative_or_endless_time(name: str) -> None:
     for value in (-0.001, float("nan"), float("inf")):
+        cost: dict[str, Any] = {name: value}
         with pytest.raises(ConfigError, match=f"host: {name}: expected seconds"):
-            HostCores(2, **{name: value})
+            replace(HostCores(2), **cost)
 
 
 @pytest.mark.parametrize("idle_cores", [-0.1, 1.9, float("nan")])
