@@ -31,10 +31,11 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.text.words import plural
 
 _INDENT = "\n    "
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Unchecked(Exception):
-    """The check cannot run because another check failed. Not an error: the other check reports it."""
+    """No error: the check cannot run because another one failed, which reports it, or what it found only costs time."""
 
 
 def run_doctor(
@@ -117,6 +118,17 @@ def _shared_memory(spec: ClusterSpec) -> str:
             f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile"
         ) from None
     return f"sealed memory files work, {check_shared_memory(spec)}"
+
+
+def _huge_pages(spec: ClusterSpec) -> str:
+    slower = "decoding in float32 takes up to a fifth longer on CPUs"
+    try:
+        setting = HUGE_PAGES.read_text()
+    except OSError:
+        raise Unchecked(f"this system has none: {slower}") from None
+    if "[never]" in setting:
+        raise Unchecked(f"off: {slower} than with madvise in {HUGE_PAGES}")
+    return "for weights on CPUs"
 
 
 def _run_folder(spec: ClusterSpec) -> str:
@@ -212,6 +224,7 @@ def _memory(spec: ClusterSpec) -> str:
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("ports", _ports),
     ("shared memory", _shared_memory),
+    ("huge pages", _huge_pages),
     ("tls", _tls),
     ("callers", _auth),
     ("run folder", _run_folder),
