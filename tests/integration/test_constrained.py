@@ -134,7 +134,7 @@ async def test_an_answer_goes_on_exactly_when_it_moves(
     routed: StartRouted, tiny: Path, answers: list[list[int]]
 ) -> None:
     async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:
-        workers = {worker.key.worker_id: worker for worker in live.app.dispatcher.fleet.workers()}
+        workers = {worker.key.worker_id: worker for worker in live.app.dispatcher.fleet.ready("tiny", Role.DECODE)}
         streams = [Stream(number, answer) for number, answer in enumerate(answers)]
         running = [asyncio.create_task(stream.read(live.app.service)) for stream in streams]
         await until(lambda: any(len(stream.tokens) >= 10 for stream in streams))
