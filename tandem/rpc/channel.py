@@ -100,11 +100,12 @@ class ThreadSender:
             return len(self._unsent)
 
     def close(self) -> None:
-        """Call it on the loop."""
+        """Call it on the loop. Again: nothing."""
         with self._lock:
             self._unsent.clear()
-            self._loop.remove_writer(self._socket)
-            self._socket.close()
+            if self._socket.fileno() >= 0:
+                self._loop.remove_writer(self._socket)
+                self._socket.close()
 
     def _watch(self) -> None:
         with self._lock:
