@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -197,23 +197,8 @@ class HttpEdge:
     async def _submitted(
         self, request: Request, raws: Sequence[RawRequest], choices: int, terms: RequestTerms
     ) -> Answers:
-        """As `submit_all`. A client that leaves ends it: reading images takes long. Raises ClientDisconnect then."""
-        connection: Connection = request.scope[SCOPE_KEY]
-        task = asyncio.ensure_future(self._service.submit_all(raws, choices, request.scope["request_id"], terms))
-
-        def leave() -> None:
-            task.cancel()
-
-        connection.when_lost(leave)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if own is not None and own.cancelling():
-                raise
-            raise ClientDisconnect from None
-        finally:
-            connection.when_lost(None)
+        with _ended_by_its_client(request):
+            return await self._service.submit_all(raws, choices, request.scope["request_id"], terms)
 
     async def _embedded(self, request: Request, kind: type[Embeds]) -> tuple[Embeds, Embedded]:
         """The body, and the embeddings of its texts, some at a time."""
@@ -249,7 +234,8 @@ class HttpEdge:
     async def count_tokens(self, request: Request) -> Response:
         self._service.take_request(call_of(request.scope))
         parsed, chat = await self._bodies.parsed(request, CountTokensRequest, CountTokensRequest.chat)
-        _, tokens = await self._service.tokenize(parsed.model, chat, call_of(request.scope))
+        with _ended_by_its_client(request):
+            _, tokens = await self._service.tokenize(parsed.model, chat, call_of(request.scope))
         return JsonResponse(TokenCount(len(tokens)))
 
     async def tokenize(self, request: Request) -> Response:
@@ -257,7 +243,8 @@ class HttpEdge:
         parsed, prompt = await self._bodies.parsed(request, TokenizeRequest, TokenizeRequest.parse)
         special = parsed.add_special_tokens is not False
         call = call_of(request.scope)
-        model, tokens = await self._service.tokenize(parsed.model, prompt, call, special_tokens=special)
+        with _ended_by_its_client(request):
+            model, tokens = await self._service.tokenize(parsed.model, prompt, call, special_tokens=special)
         return JsonResponse(TokenizeAnswer(len(tokens), model.max_model_tokens, tokens))
 
     async def detokenize(self, request: Request) -> Response:
@@ -361,6 +348,33 @@ async def _on_tandem_error(request: Request, error: Exception) -> Response:
         raise error
     replayed = {REPLAYED: "true"} if request.scope.get(REPLAYED) else {}
     return _error_response(request, error, note_error(request.scope, error) | replayed)
+
+
+@contextmanager
+def _ended_by_its_client(request: Request) -> Iterator[None]:
+    """A client that leaves ends what is awaited here: reading images takes long. Raises ClientDisconnect then."""
+    connection: Connection = request.scope[SCOPE_KEY]
+    task = asyncio.current_task()
+    has_left = is_awaited = False
+
+    def leave() -> None:
+        nonlocal has_left
+        has_left = True
+        if is_awaited and task is not None:
+            task.cancel()
+
+    try:
+        connection.when_lost(leave)
+        if has_left:
+            raise ClientDisconnect
+        is_awaited = True
+        yield
+    except asyncio.CancelledError:
+        if not has_left or task is None or task.uncancel():
+            raise
+        raise ClientDisconnect from None
+    finally:
+        connection.when_lost(None)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
