@@ -35,21 +35,24 @@ class HugePages:
         return self._region[start : start + num_bytes].view(dtype)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy; the tensor itself if that is here already, or on another device."""
-        is_here = tensor.is_contiguous() and any(tensor.data_ptr() in span for span in self._spans)
-        if is_here or tensor.device.type != "cpu":
+        """A contiguous copy; the tensor itself if that is here already."""
+        if tensor.is_contiguous() and any(tensor.data_ptr() in span for span in self._spans):
             return tensor
         return self.empty(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _mapped(self, num_bytes: int) -> Tensor:
         """uint8, of at least so many bytes, at the start of a page."""
         num_bytes = math.ceil(num_bytes / PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{num_bytes >> 20} MiB for weights: {error.strerror}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         start = -address % PAGE_BYTES
-        region = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=len(memory) - PAGE_BYTES)
+        with torch.inference_mode(False):  # heads are put here outside that mode too
+            region = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=len(memory) - PAGE_BYTES)
         self._spans.append(range(region.data_ptr(), region.data_ptr() + region.numel()))
         return region
