@@ -47,6 +47,7 @@ SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
 WEIGHTS: Mapping[str, Mapping[str, Any]] = {"float32": {}, "int8": {"weights": "int8"}}
 SHARES = (0.85, 0.95)
 PROBES = 3
+FORMAT = 2  # of profiles and of the journal
 _SECONDS_AT = {"prefill": 2, "decode": 2, "mixed": 3}  # places in the rows of a profile
 GRID = Grid(
     chunks=(16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
@@ -131,7 +132,7 @@ def at_share(trace: TrafficTrace, rate: float, sizes: PredictionSizes) -> Traffi
 def profiled(folder: Path, weights: str, grid: Grid, name: str | None = None) -> Path:
     """Returns the file `name` of the demo model's step times on this machine; measures them if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    cost = folder / f"{name or weights}.json"
+    cost = folder / f"{name or weights}-{FORMAT}.json"
     if not cost.exists():
         with TemporaryDirectory() as scratch:
             config = Path(scratch) / "spec.yaml"
@@ -149,9 +150,10 @@ class CellJournal:
     """Measurements by cell, in a file, from which a later run goes on."""
 
     def __init__(self, path: Path, shares: Sequence[float], sizes: PredictionSizes) -> None:
-        """Skips lines of other sizes and shares."""
+        """Skips lines of other formats, sizes and shares."""
         self._path = path
-        self._about = hashlib.blake2b(repr((tuple(shares), sizes)).encode(), digest_size=8).hexdigest()
+        about = repr((FORMAT, tuple(shares), sizes))
+        self._about = hashlib.blake2b(about.encode(), digest_size=8).hexdigest()
         self._found: dict[str, dict[str, Any]] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             entry = json.loads(line)
@@ -188,8 +190,7 @@ class Probes:
         self._stack.close()
 
     def take(self, weights: str) -> FixedWork:
-        taken = [self._profilers[weights].fixed_work() for _ in range(PROBES)]
-        return FixedWork(*(statistics.median(each) for each in zip(*taken, strict=True)))
+        return self._profilers[weights].fixed_work(PROBES)
 
 
 def prediction(

@@ -20,8 +20,8 @@ from tandem.config.engine import EngineSpec
 from tandem.errors import UnavailableError
 
 READY = "ready"
-END_TIMEOUT_S = 30.0  # enough for a few steps of a large model
-STEPS = 64  # that decode after each one with prompts
+END_TIMEOUT_S = 60.0  # enough for the steps of a large model
+STEPS, PROMPT = 32, 4  # decode steps after each one with prompts, and tokens of those
 
 Load = Literal["prompts", "decoding"]
 
@@ -40,11 +40,14 @@ def neighbours(count: int, folder: Path, engine: EngineSpec, load: Load) -> Iter
         yield
     finally:
         for each in started:
-            try:
-                each.communicate(timeout=END_TIMEOUT_S)  # closes its stdin
-            except subprocess.TimeoutExpired:
-                each.kill()
-                each.wait()
+            if each.stdin is not None:
+                each.stdin.close()
+        for each in started:
+            with each:
+                try:
+                    each.wait(timeout=END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    each.kill()
 
 
 def main() -> None:
@@ -57,7 +60,7 @@ def main() -> None:
     ended = threading.Event()
     threading.Thread(target=_wait_stdin_closed, args=(ended,), daemon=True).start()
     with open_profiler(options.folder, engine, Grid()) as profiler:
-        compute = profiler.prompts_s if options.load == "prompts" else partial(profiler.decoding_s, STEPS)
+        compute = profiler.prompts_s if options.load == "prompts" else partial(profiler.decoding_s, STEPS, PROMPT)
         compute()
         print(READY, flush=True)
         while not ended.is_set():

@@ -67,12 +67,12 @@ class _Steadied(Generic[Measured]):
 
     def __init__(self, fixed_s: Callable[[], float]) -> None:
         self._fixed_s = fixed_s
-        self._taken = [fixed_s()]
+        self._taken = [self._less_of_two_s()]
         self._points: list[tuple[Measured, float]] = []
 
     def add(self, points: Iterable[Measured]) -> None:
         """Of measurements since the last call."""
-        self._taken.append(self._fixed_s())
+        self._taken.append(self._less_of_two_s())
         beside_s = (self._taken[-2] + self._taken[-1]) / 2
         self._points += [(point, beside_s) for point in points]
 
@@ -80,8 +80,14 @@ class _Steadied(Generic[Measured]):
     def usual_s(self) -> float:
         return statistics.median(self._taken)
 
-    def points(self) -> list[Measured]:
-        return [point._replace(seconds=point.seconds * self.usual_s / beside_s) for point, beside_s in self._points]
+    def points(self, usual_s: float | None = None) -> list[Measured]:
+        """As on a machine on which the fixed work takes `usual_s`; None: its median here."""
+        usual_s = usual_s or self.usual_s
+        return [point._replace(seconds=point.seconds * usual_s / beside_s) for point, beside_s in self._points]
+
+    def _less_of_two_s(self) -> float:
+        """One may have been interrupted."""
+        return min(self._fixed_s(), self._fixed_s())
 
 
 class Profiler:
@@ -144,7 +150,7 @@ class Profiler:
                     self._add(engine, chunk, output_tokens=1)
                     took.append(_timed(engine))
                 found.add([MixedPoint(chunk, batch, begun + batch * REPEATS, statistics.median(took))])
-        points = found.points()
+        points = found.points(sum(self._usual_s.values()) if len(self._usual_s) == len(FixedWork._fields) else None)
         report(f"prompts beside answers: {len(points)} steps")
         return points
 
@@ -175,18 +181,20 @@ class Profiler:
         """The fixed work's median while prompts and decoding were measured."""
         return FixedWork(**self._usual_s)
 
-    def fixed_work(self) -> FixedWork:
-        return FixedWork(self.prompts_s(), self.decoding_s())
+    def fixed_work(self, runs: int = 1) -> FixedWork:
+        """Medians."""
+        taken = [(self.prompts_s(), self.decoding_s()) for _ in range(runs)]
+        return FixedWork(*(statistics.median(each) for each in zip(*taken, strict=True)))
 
     def prompts_s(self) -> float:
         """Seconds for one step with several prompts."""
         engine = self._fixed_batch(output_tokens=1)
         return _timed(engine)
 
-    def decoding_s(self, steps: int = FIXED_STEPS) -> float:
+    def decoding_s(self, steps: int = FIXED_STEPS, prompt_tokens: int = FIXED_PROMPT) -> float:
         """Seconds for so many steps of several requests that decode; fewer if a context has less room."""
         steps = min(steps, self._fixed_room // 2)
-        engine = self._fixed_batch(output_tokens=steps + 1)
+        engine = self._fixed_batch(output_tokens=steps + 1, prompt_tokens=prompt_tokens)
         _step(engine)
         return sum(_timed(engine) for _ in range(steps))
 
@@ -195,10 +203,10 @@ class Profiler:
         """Tokens that each request of the fixed work may have."""
         return max(2, min(self._measured.max_model_tokens, self._capacity // FIXED_BATCH) - 2)
 
-    def _fixed_batch(self, output_tokens: int) -> Engine:
+    def _fixed_batch(self, output_tokens: int, prompt_tokens: int = FIXED_PROMPT) -> Engine:
         engine = self._measured.engine(FIXED_BATCH * FIXED_PROMPT)
         for _ in range(FIXED_BATCH):
-            self._add(engine, max(1, min(FIXED_PROMPT, self._fixed_room - output_tokens)), output_tokens)
+            self._add(engine, max(1, min(prompt_tokens, self._fixed_room - output_tokens)), output_tokens)
         return engine
 
     def _decode_grid(self) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -31,6 +30,7 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.training.own_answers import OwnAnswers
 
 FIXED_RUNS = 9
+FIXED_AROUND = 3  # before and after a pair of workers
 ACCEPTANCE_TOKENS = 2000
 MOST_OFF = 1.5  # times: more is not how steps of an engine differ that is alone
 
@@ -47,17 +47,18 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     link = find_device(device).link.shape()
     plain = engine.without_speculation
     with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
+        profiler.fixed_work()  # warms up
         prefills, decodes = profiler.prefills(console.print), profiler.decodes(console.print)
         mixed, masks_s = profiler.mixed(console.print), profiler.mask_s_per_row(console.print)
         host = None if engine.on_gpu else _host_cores(profiler, engine, resolved, console.print)
-        usual, before = profiler.usual_work, profiler.fixed_work()
-    measured = Measurements(prefills, decodes, link, mixed)
-    if host is not None and (pair := measure_pair(host, str(resolved.folder), plain, console.print)) is not None:
-        with open_profiler(resolved.folder, plain, grid or Grid()) as profiler:
-            profiler.fixed_work()  # warms up
-            after = profiler.fixed_work()
-        slower = FixedWork(*(sum(each) / 2 / usual_s for *each, usual_s in zip(before, after, usual, strict=True)))
-        host, measured = pair.host, as_in_a_worker(measured, pair, slower, console.print)
+        measured, usual = Measurements(prefills, decodes, link, mixed), profiler.usual_work
+        if host is not None:
+            before = profiler.fixed_work(FIXED_AROUND)
+            pair = measure_pair(host, str(resolved.folder), plain, console.print)
+            around = zip(before, profiler.fixed_work(FIXED_AROUND), usual, strict=True)
+            slower = FixedWork(*(sum(each) / 2 / usual_s for *each, usual_s in around))
+            if pair is not None:
+                host, measured = pair.host, as_in_a_worker(measured, pair, slower, console.print)
     acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
     about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
     write_measured(output, {1: measured}, about, host, masks_s, acceptance, usual._asdict())
@@ -127,8 +128,7 @@ def _host_cores(
 
     def steps_s(others: int = 0, load: Load = "prompts") -> FixedWork:
         with neighbours(others, resolved.folder, engine, load):
-            took = [profiler.fixed_work() for _ in range(FIXED_RUNS)]
-        return FixedWork(*(statistics.median(each) for each in zip(*took, strict=True)))
+            return profiler.fixed_work(FIXED_RUNS)
 
     needed, free = cores * psutil.Process().memory_info().rss, psutil.virtual_memory().available
     if needed > free:
