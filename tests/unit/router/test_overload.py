@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -15,6 +16,7 @@ from router.edge.grpc import InferenceEdge
 from router.edge.http import HttpEdge
 from router.edge.keyed_grpc import KeyedCalls
 from router.edge.limits.grpc_calls import CallLimit
+from router.edge.limits.http import SCOPE_KEY
 from router.edge.write_pauses import WritePauses
 from router.requests import events as ev
 from router.testing.stub_worker import until
@@ -88,7 +90,8 @@ class TestContended:
         async def receive() -> Message:
             return {"type": "http.request", "body": json.dumps(body()).encode()}
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "request_id": "r"}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope |= {"request_id": "r", SCOPE_KEY: SimpleNamespace(when_lost=lambda call: None)}
         with pytest.raises(OverloadedError):
             edge.completions(Request(scope, receive)).send(None)
         call = InferenceEdge(full.app.service, CallLimit(1), cast(KeyedCalls, None), WritePauses())._generate(
