@@ -121,7 +121,7 @@ def _shared_memory(spec: ClusterSpec) -> str:
 
 
 def _huge_pages(spec: ClusterSpec) -> str:
-    slower = "decoding in float32 takes up to a fifth longer on CPUs"
+    slower = "decoding in float32 takes up to a third longer on CPUs"
     try:
         setting = HUGE_PAGES.read_text()
     except OSError:

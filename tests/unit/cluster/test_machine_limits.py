@@ -235,7 +235,7 @@ def test_doctor_tells_what_pages_of_4_kib_cost(tmp_path: Path, monkeypatch: pyte
     setting = tmp_path / "enabled"
     monkeypatch.setattr(doctor, "HUGE_PAGES", setting)
     check = dict(doctor.CHECKS)["huge pages"]
-    with pytest.raises(doctor.Unchecked, match="this system has none: decoding in float32 takes up to a fifth longer"):
+    with pytest.raises(doctor.Unchecked, match="this system has none: decoding in float32 takes up to a third longer"):
         check(ClusterSpec())
     setting.write_text("always madvise [never]\n")
     with pytest.raises(doctor.Unchecked, match=r"off: .* than with madvise in .*enabled"):
