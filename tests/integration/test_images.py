@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -278,17 +278,23 @@ async def test_what_is_wrong_beside_an_image_is_refused_before_a_worker_reads_it
         assert expanded == [""]
 
 
+@contextmanager
+def nothing_read(asked: Asking) -> Iterator[None]:
+    rank = asked.live.workers.live["prefill-0"].ranks[0]
+    os.kill(rank.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(rank.pid, signal.SIGCONT)
+
+
 async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropped(asking: Any) -> None:
     async with asking() as asked:
-        rank = asked.live.workers.live["prefill-0"].ranks[0]
         expander = asked.live.app.service._images
-        os.kill(rank.pid, signal.SIGSTOP)
-        try:
+        with nothing_read(asked):
             body = {"model": "tiny", "messages": [{"role": "user", "content": content([CAT])}]}
             late = await asked.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout-s": "0.3"})
             assert late.status_code == 504, late.text
-        finally:
-            os.kill(rank.pid, signal.SIGCONT)
         assert await asked.text(CAT) == asked.expected(CAT)
         await until(lambda: expander._slots["tiny"]._free == AT_ONCE)
         assert expander._parsed_bytes == 0
@@ -296,17 +302,13 @@ async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropp
 
 async def test_a_client_that_leaves_frees_its_place_before_its_image_is_read(asking: Any) -> None:
     async with asking() as asked:
-        rank = asked.live.workers.live["prefill-0"].ranks[0]
         expander = asked.live.app.service._images
-        os.kill(rank.pid, signal.SIGSTOP)
-        try:
+        with nothing_read(asked):
             left = [asyncio.create_task(asked.chat(CAT)) for _ in range(AT_ONCE)]
             await until(lambda: expander._slots["tiny"]._free == 0)
             for each in left:
                 each.cancel()
             await until(lambda: expander._parsed_bytes == 0)
-        finally:
-            os.kill(rank.pid, signal.SIGCONT)
         assert await asked.text(CAT) == asked.expected(CAT)
 
 
