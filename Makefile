@@ -17,7 +17,7 @@ IN_PARALLEL = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test test-all check-deploy check-cluster clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools bench-vllm check format proto docs site sbom wheel helm-tools lock clean
+.PHONY: help setup demo up test test-all check-deploy check-cluster check-wheel clients test-vllm soak bench-handoff bench-router bench-engine bench-structured bench-speculation bench-planner bench-pools bench-vllm check format proto docs site sbom wheel helm-tools lock clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ wheel: $(DEV)  ## Build dist/*.whl
 	@rm -rf dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+check-wheel: wheel  ## Install dist/*.whl in a clean environment and import every module
+	@PYTHON=$(BIN)/python scripts/check-wheel.sh
 
 helm-tools:  ## Fetch the pinned helm and kubectl into .cache/tools
 	@scripts/fetch-helm.sh helm

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 HELPERS = "testing"  # for tests and benchmarks, not in the wheel
-NOT_EVERYWHERE = ("triton", "flashinfer", "vllm")  # come with torch for GPUs, or with an extra
+NOT_EVERYWHERE = ("PIL", "flashinfer", "triton", "vllm")  # come with torch for GPUs, or with an extra
 
 
 def main(repository: Path) -> int:
