@@ -85,7 +85,8 @@ def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
         default = default.value
     shown = "required" if field.is_required() else "unset" if default is None else f"`{json.dumps(default)}`"
     shown = shown.replace('"', "")
-    return f"| `{name}` | {kind_of(schema, _without_none(field.annotation))} | {shown} | {field.description or ''} |"
+    description = (field.description or "").replace("|", "\\|").replace("<", "&lt;")
+    return f"| `{name}` | {kind_of(schema, _without_none(field.annotation))} | {shown} | {description} |"
 
 
 def _section(name: str, model: type[BaseModel]) -> str:
