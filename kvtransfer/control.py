@@ -178,12 +178,16 @@ class LayerDone(msgspec.Struct, frozen=True, tag=True):
     layer: int
 
 
+class StillComputing(msgspec.Struct, frozen=True, tag=True):
+    """From the leader in a long step: prompts whose layers are not all in the pool are late, and not lost."""
+
+
 class TakeCensus(msgspec.Struct, frozen=True, tag=True):
     """The leader's request for a Census."""
 
 
 ToAgent = (
-    AttachPool | BeginStep | LayerDone | Lead | SetPeers | ChangePeers | TakeCensus
+    AttachPool | BeginStep | LayerDone | Lead | SetPeers | ChangePeers | StillComputing | TakeCensus
     | OpenReceive | CloseReceive | OpenSend | CloseSend
 )  # fmt: skip
 

@@ -7,7 +7,16 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.control import REACHABLE, ChangePeers, FromAgent, LinkReport, LinkState, Peer, TakeCensus
+from kvtransfer.control import (
+    REACHABLE,
+    ChangePeers,
+    FromAgent,
+    LinkReport,
+    LinkState,
+    Peer,
+    StillComputing,
+    TakeCensus,
+)
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
@@ -45,7 +54,7 @@ def _by_worker_epoch(peers: tuple[Peer, ...]) -> dict[WorkerEpoch, list[Peer]]:
 @dataclass(slots=True)
 class _Unanswered:
     since_s: float
-    is_probed: bool = False
+    probed_s: float | None = None
 
 
 class AgentProbes:
@@ -70,23 +79,21 @@ class AgentProbes:
 
     def due(self) -> list[int]:
         """Ranks whose agents need a probe. Each rank is returned once."""
+        now_s, unanswered = self._clock.now_s(), self._unanswered
         found = [
-            rank for rank, each in self._unanswered.items() if not each.is_probed and self._age_s(each) >= PROBE_AFTER_S
+            rank for rank, each in unanswered.items() if each.probed_s is None and now_s - each.since_s >= PROBE_AFTER_S
         ]
         for rank in found:
-            self._unanswered[rank].is_probed = True
+            unanswered[rank].probed_s = now_s
         return found
 
     def unresponsive(self) -> list[int]:
         """Ranks whose agents must be killed. Each rank is returned once."""
-        limit_s = PROBE_AFTER_S + UNRESPONSIVE_S
-        found = [rank for rank, each in self._unanswered.items() if self._age_s(each) >= limit_s]
+        late_s, unanswered = self._clock.now_s() - UNRESPONSIVE_S, self._unanswered
+        found = [rank for rank, each in unanswered.items() if each.probed_s is not None and each.probed_s <= late_s]
         for rank in found:
-            del self._unanswered[rank]
+            del unanswered[rank]
         return found
-
-    def _age_s(self, unanswered: _Unanswered) -> float:
-        return self._clock.now_s() - unanswered.since_s
 
 
 class Agents:
@@ -106,6 +113,11 @@ class Agents:
     def broadcast(self, message: msgspec.Struct) -> None:
         for rank in range(len(self._connections)):
             self.send(rank, message)
+
+    def still_computing(self) -> None:
+        """Within a long step: what the agents wait for is late, and not lost. They do not answer."""
+        for connection in self._connections:
+            connection.send(StillComputing())
 
     def on_message(self, rank: int, message: FromAgent) -> None:
         self._probes.on_received(rank)

@@ -124,6 +124,7 @@ class Leader:
 
     def _report_computing(self) -> None:
         if self._requests.outbox.report_computing(self._busy_sessions):
+            self._agents.still_computing()
             self._service.send(Computing())
             self._service.flush()
 
@@ -139,6 +140,8 @@ class Leader:
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()
+            if self._engine.has_work:
+                self._agents.still_computing()
             if self._images.sessions():
                 self._report_collecting(self._busy_sessions())
             if self._adapters.tick():

@@ -46,6 +46,7 @@ from kvtransfer.control import (
     SendClosed,
     SendFailed,
     SetPeers,
+    StillComputing,
     TakeCensus,
 )
 from kvtransfer.link.in_link import InLink, LinkAcceptor
@@ -75,7 +76,7 @@ REST_AFTER_S = 5.0
 HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
-ForTickets = OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
+ForTickets = OpenReceive | CloseReceive | OpenSend | CloseSend | StillComputing | TakeCensus
 FromLeader = SetPeers | ChangePeers | ForTickets
 
 
@@ -284,6 +285,8 @@ class Agent:
                 attachment.outgoing.open_send(message)
             case CloseSend():
                 attachment.outgoing.close_send(message)
+            case StillComputing():
+                attachment.outgoing.still_computing()
             case TakeCensus():
                 self._report(attachment.census())
 
@@ -299,6 +302,8 @@ class Agent:
                 self._report(ReceiveClosed(ticket_id))
             case CloseSend(ticket_id=ticket_id):
                 self._report(SendClosed(ticket_id))
+            case StillComputing():
+                pass
             case TakeCensus():
                 self._report(Census(0, 0, 0, 0, 0))
 

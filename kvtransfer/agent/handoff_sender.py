@@ -25,7 +25,7 @@ from kvtransfer.link.out_link import OutLink
 from kvtransfer.session.exports import Exports, Ready
 from kvtransfer.session.piece import FrameType, Header, parse_failure
 from kvtransfer.session.reshard import PlannedLink, reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, PushPiece, ReportSend, SendAction, SendSession
+from kvtransfer.session.send import Abort, Finish, Open, PushPiece, Renew, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock
@@ -171,6 +171,10 @@ class HandoffSender:
 
     def layer_done(self, message: LayerDone) -> None:
         self._export(self._exports.layer_done(message.layer))
+
+    def still_computing(self) -> None:
+        for entry in list(self._sending.values()):
+            self._do(entry, entry.session.still_computing())
 
     def fail_all(self, cause: HandoffCause, reason: str) -> None:
         """Fails all sessions: the leader is gone, or the agent is stopping."""
@@ -320,6 +324,8 @@ class HandoffSender:
                     self._send(entry, rank, Header(FrameType.FINISH, ticket_id, seq=pieces))
                 case Abort(rank):
                     self._send(entry, rank, Header(FrameType.ABORT, ticket_id))
+                case Renew(rank):
+                    self._send(entry, rank, Header(FrameType.HEARTBEAT, ticket_id))
                 case PushPiece(rank, piece, span):
                     link = self._links.get(entry.peer(rank))
                     if link is not None:

@@ -168,8 +168,9 @@ class InLink:
                 self.reply(FrameType.ABORTED, header.ticket_id)
             case FrameType.IDLE:
                 self.is_resting = True
-            case FrameType.HEARTBEAT:
-                pass  # `run` tells the watch
+            case FrameType.HEARTBEAT:  # `run` tells the watch
+                if (session := events.link_session(self, header.ticket_id)) is not None:
+                    session.still_computing()
             case FrameType.PROBE:  # later probes measure latency; the first was answered before link_up
                 await self.probed()
             case _:

@@ -34,7 +34,7 @@ from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.choice import MAPPED, choose_transport
 from kvtransfer.transports.factory import Transports, carries_int8, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
-from kvtransfer.versions import has_many_probes
+from kvtransfer.versions import has_heartbeats, has_many_probes
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.channel import encode
@@ -321,6 +321,8 @@ class OutLink:
         """Returns after the frame that closes the link."""
         while True:
             match await self._jobs.get():
+                case _Frame(Header(type=FrameType.HEARTBEAT), _) if not has_heartbeats(stream.version):
+                    pass
                 case _Frame(header, body):
                     await sender.settle()
                     stream.send(header, body)

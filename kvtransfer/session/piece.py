@@ -56,7 +56,7 @@ class FrameType(IntEnum):
     ABORTED = 19
     PROBED = 20
     # either way
-    HEARTBEAT = 32
+    HEARTBEAT = 32  # from the sender with a ticket: its prompt is still computed (earlier releases ignore that)
 
 
 @dataclass(frozen=True, slots=True)

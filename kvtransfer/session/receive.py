@@ -21,7 +21,7 @@ from kvtransfer.control import FromAgent, OpenReceive, ReceiveClosed, Received, 
 from kvtransfer.pool.pool import PoolSpan, payload_bytes
 from kvtransfer.session.piece import Piece
 from kvtransfer.session.reshard import PlannedLink, reshard_plan
-from kvtransfer.session.ticket import Ticket
+from kvtransfer.session.ticket import MAX_COMPUTING_S, Ticket
 from kvtransfer.stages import ReceiveStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -118,7 +118,8 @@ class ReceiveSession:
         self._pieces = 0
         self._verify_s = 0.0
         self._stages = ReceiveStages(clock.now_s())
-        self._deadline_s = clock.now_s() + ttl_s
+        self._began_s = clock.now_s()
+        self._deadline_s = self._began_s + ttl_s
 
     # --- events ------------------------------------------------------------------------------------------------
 
@@ -232,6 +233,11 @@ class ReceiveSession:
         self._stages.verified_at_s = self._clock.now_s()
         report = Received(self.lease.ticket_id, self._bytes, blocks, self._pieces, self._verify_s, self._stages)
         return [ReportReceive(report)]
+
+    def still_computing(self) -> None:
+        """The sender's engine is still at work on the prompt. It is believed for MAX_COMPUTING_S."""
+        if self.state is ReceiveState.RECEIVING and self._clock.now_s() - self._began_s <= MAX_COMPUTING_S:
+            self._renew()
 
     def link_down(self, prefill_rank: int, cause: HandoffCause, reason: str) -> list[ReceiveAction]:
         source = self._sources.get(prefill_rank)

@@ -22,7 +22,7 @@ from kvtransfer.pool.pool import PoolSpan, payload_bytes
 from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.session.ticket import Ticket
+from kvtransfer.session.ticket import MAX_COMPUTING_S, Ticket
 from kvtransfer.stages import SendStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -73,13 +73,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Renew:
+    """Tells the receiver that the prompt is still computed."""
+
+    decode_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportSend:
     """Reports to the leader."""
 
     message: FromAgent
 
 
-SendAction = Open | PushPiece | Finish | Abort | ReportSend
+SendAction = Open | PushPiece | Finish | Abort | Renew | ReportSend
 
 
 @dataclass(slots=True)
@@ -110,7 +117,8 @@ class SendSession:
         self._gathered: Ready | None = None
         self._bytes = 0
         self._pieces = 0
-        self._deadline_s = clock.now_s() + ticket.ttl_s
+        self._began_s = clock.now_s()
+        self._deadline_s = self._began_s + ticket.ttl_s
 
     # --- events ------------------------------------------------------------------------------------------------
 
@@ -157,6 +165,15 @@ class SendSession:
             actions += self._push(ready)
             self._gathered = None
         return actions
+
+    def still_computing(self) -> list[SendAction]:
+        """The engine is at work: what it has yet to compute is late, and not lost. Renews the deadlines of both ends,
+        up to MAX_COMPUTING_S after the ticket was opened."""
+        is_over = self.state is not SendState.SENDING or self._all_pushed
+        if is_over or self._clock.now_s() - self._began_s > MAX_COMPUTING_S:
+            return []
+        self._renew()
+        return [Renew(rank) for rank, state in self._links.items() if state.phase is LinkPhase.ACCEPTED]
 
     def _push(self, ready: Ready) -> list[SendAction]:
         """Sends the part of a range that the ticket covers and that was not sent before."""

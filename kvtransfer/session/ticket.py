@@ -21,6 +21,7 @@ from tandem.errors import InputError
 KEY_BYTES = 32
 MAX_SIGNED_BYTES = 2048
 MAX_TTL_S = 3600.0
+MAX_COMPUTING_S = 600.0  # a prompt that is still computed renews its lease so long; then only progress does
 _MAGIC = b"TKT1"
 _HEAD = struct.Struct("<4s16sQQIIId")
 _LENGTH = struct.Struct("<H")

@@ -29,6 +29,7 @@ from kvtransfer.control import (
     SendFailed,
     Sent,
     SetPeers,
+    StillComputing,
 )
 from kvtransfer.testing.agent import faults_of
 from kvtransfer.testing.handoff import Handoff
@@ -186,6 +187,20 @@ async def test_an_expired_lease_refuses_its_ticket(make_worker: MakeWorker) -> N
     handoff.open_send()
     refused = await prefill.ranks[0].expect(SendFailed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert refused.cause == "refused_ticket"
+
+
+async def test_a_prefill_that_is_still_computed_outlives_the_deadlines_of_both_sides(make_worker: MakeWorker) -> None:
+    ttl_s = 4.0
+    prefill, decode = await pair(make_worker, decode={"ttl_s": ttl_s})
+    handoff = started(prefill, decode, ttl_s=ttl_s)
+    end_s = asyncio.get_running_loop().time() + 2 * ttl_s
+    while asyncio.get_running_loop().time() < end_s:
+        prefill.ranks[0].send_as_leader(StillComputing())
+        await asyncio.sleep(0.5)
+    handoff.compute(3, handoff.kv.blocks)
+    await decode.ranks[0].expect(Received, ticket_id=handoff.ticket_id)
+    await prefill.ranks[0].expect(Sent, ticket_id=handoff.ticket_id)
+    assert handoff.arrived()
 
 
 async def test_a_prefill_that_stalls_ends_at_the_deadline_on_both_sides(make_worker: MakeWorker) -> None:

@@ -22,8 +22,18 @@ from kvtransfer.session.receive import (
     ReportReceive,
 )
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, PushPiece, ReportSend, SendAction, SendSession, SendState
-from kvtransfer.session.ticket import Ticket
+from kvtransfer.session.send import (
+    Abort,
+    Finish,
+    Open,
+    PushPiece,
+    Renew,
+    ReportSend,
+    SendAction,
+    SendSession,
+    SendState,
+)
+from kvtransfer.session.ticket import MAX_COMPUTING_S, Ticket
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 LAYERS, HEADS, BLOCK_TOKENS = 2, 4, 4
@@ -322,6 +332,35 @@ def test_progress_renews_the_lease_and_silence_ends_it() -> None:
     assert isinstance(report, ReportReceive)
     assert isinstance(report.message, ReceiveFailed)
     assert report.message.cause == "deadline"
+
+
+def test_a_prompt_that_is_still_computed_renews_both_ends_for_a_while() -> None:
+    ticket, clock = make_ticket(13), HandClock()
+    links = reshard_plan(1, 1, HEADS)
+    sender, receiver = SendSession(ticket, links, layout(1), clock), make_receiver(ticket, clock=clock)
+    assert sender.still_computing() == [], "no link takes this ticket yet"
+    sender.link_ready(0)
+    receiver.open_link(ticket, 0, 1)
+    sender.accepted(0)
+    waited_s = 0.0
+    while waited_s < MAX_COMPUTING_S:
+        clock.time_s += 9.0
+        waited_s += 9.0
+        assert sender.tick() == receiver.tick() == []
+        for renewed in sender.still_computing():
+            assert renewed == Renew(0)
+            receiver.still_computing()
+    clock.time_s += 9.0
+    assert sender.still_computing() == []
+    receiver.still_computing()
+    clock.time_s += 2.0
+    assert sender.tick(), "then only progress counts"
+    assert receiver.tick()
+
+
+def test_a_prompt_that_is_computed_has_no_excuse() -> None:
+    sender, _, _ = opened()
+    assert sender.still_computing() == []
 
 
 def test_a_late_or_foreign_link_is_refused() -> None:

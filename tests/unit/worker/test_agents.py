@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.control import CloseSend, LinkReport, TakeCensus
+from kvtransfer.control import CloseSend, LinkReport, StillComputing, TakeCensus
 from tandem.testing.models import FakeClock
 from worker.agents import PROBE_AFTER_S, UNRESPONSIVE_S, Agents
 
@@ -69,6 +69,17 @@ def test_an_agent_that_answers_is_never_reported() -> None:
         clock.advance(PROBE_AFTER_S + UNRESPONSIVE_S)
         assert agents.unresponsive() == []
     assert connections[0].received.count(TakeCensus()) == 5
+
+
+def test_an_agent_has_its_time_to_answer_after_a_step_that_took_longer() -> None:
+    agents, connections, clock = attached_agents()
+    agents.send(1, CloseSend("ab" * 16))
+    clock.advance(PROBE_AFTER_S + UNRESPONSIVE_S)
+    assert agents.unresponsive() == [], "it is only now asked"
+    agents.still_computing()
+    assert connections[0].received == [StillComputing()], "that is no question"
+    clock.advance(UNRESPONSIVE_S)
+    assert agents.unresponsive() == [(1, 101)]
 
 
 def test_a_lost_agent_is_not_reported() -> None:
