@@ -28,10 +28,12 @@ class _Turn:
 
 
 class FairSlots:
-    """So many pieces of work run at a time. Tenants that wait share the slots equally, by the cost of their work."""
+    """As many pieces of work run at a time as `most` says. Tenants that wait share the slots equally, by the cost of
+    their work."""
 
-    def __init__(self, slots: int) -> None:
-        self._free = slots
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self.busy = 0
         self._waiting: FairTurns[_Turn] = FairTurns({_CLASS: 1.0})
 
     async def take(self, tenant: str, cost: int) -> None:
@@ -45,17 +47,21 @@ class FairSlots:
             self._give_up(turn)
             raise
 
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def release(self) -> None:
-        self._free += 1
+        self.busy -= 1
         self._next()
 
     def _next(self) -> None:
-        while self._free and (turn := self._waiting.head()) is not None:
+        while self.busy < self._most() and (turn := self._waiting.head()) is not None:
             if turn.ready.cancelled():  # its caller is about to give up
                 self._waiting.remove(turn)
                 continue
             self._waiting.take(turn)
-            self._free -= 1
+            self.busy += 1
             turn.has_slot = True
             turn.ready.set_result(None)
 
@@ -75,7 +81,7 @@ class ParseThreads:
 
     def __init__(self, executor: Executor, threads: int) -> None:
         self._executor = executor
-        self._slots = FairSlots(threads)
+        self._slots = FairSlots(lambda: threads)
 
     async def parse(self, tenant: str, size: int, work: Callable[[], Result]) -> Result:
         """As `run`, of a message of `size` bytes; at once if it is short."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from router.admission.parse_threads import FairSlots
 from router.prefix_index.mirror import WorkerKey
 from router.requests.dispatcher import Dispatcher
+from router.requests.retries import MAX_DEATHS
 from router.workers.fleet import Worker
 from tandem.config.model import Role
 from tandem.engine.api import Capability
@@ -18,6 +21,7 @@ from tandem.errors import (
     DeadlineExceeded,
     InputError,
     OverloadedError,
+    RequestQuarantined,
     UnavailableError,
     UnsupportedField,
     WorkerDied,
@@ -26,11 +30,31 @@ from tandem.errors import (
 from tandem.images import MAX_IMAGES, MAX_IMAGES_BYTES, ExpandedPrompt
 from tandem.request import check_length
 
-AT_ONCE = 4  # of a model, by this router: a worker reads one image after another
+EACH = 2  # requests that this router gives a worker at a time: it reads the images of one after another
+MAX_WAITING = 256  # requests of a model for their turn; further ones are refused
+QUARANTINE_S = 300.0  # images are refused so long after MAX_DEATHS workers died that read them
+MAX_SUSPECTS = 1024  # remembered
 TIMEOUT_S = 60.0
 POLL_S = 0.1  # while no worker is there
 ATTEMPTS = 3
 FIELD = "messages"
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """Of workers that read the same images."""
+
+    count: int = 0
+    last_s: float = 0.0
+
+    def add(self) -> None:
+        now_s = time.monotonic()
+        self.count = 1 if now_s - self.last_s > QUARANTINE_S else self.count + 1
+        self.last_s = now_s
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.count >= MAX_DEATHS and time.monotonic() - self.last_s <= QUARANTINE_S
 
 
 class ImageExpander:
@@ -41,7 +65,8 @@ class ImageExpander:
         self._fleet = dispatcher.fleet
         self._room_bytes = room_bytes
         self._parsed_bytes = 0  # of requests on their way to the dispatcher
-        self._slots: defaultdict[str, FairSlots] = defaultdict(lambda: FairSlots(AT_ONCE))  # by model
+        self._slots: dict[str, FairSlots] = {}  # by model
+        self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()  # by a digest of the images
 
     @contextmanager
     def held(self, images: Sequence[bytes], choices: int = 1) -> Iterator[None]:
@@ -80,8 +105,9 @@ class ImageExpander:
     async def expand(
         self, model: str, tenant: str, deadline_s: float | None, prompt: Sequence[int], images: Sequence[bytes]
     ) -> ExpandedPrompt:
-        """The prompt as the model's engines read it. Raises InputError, UnsupportedField, UnavailableError,
-        DeadlineExceeded."""
+        """The prompt as the model's engines read it. Raises InputError, UnsupportedField, OverloadedError,
+        UnavailableError, DeadlineExceeded, RequestQuarantined."""
+        self._check_deaths(images)
         left_s = TIMEOUT_S if deadline_s is None else min(TIMEOUT_S, deadline_s - time.monotonic())
         try:
             async with asyncio.timeout(left_s):
@@ -92,7 +118,12 @@ class ImageExpander:
             raise UnavailableError(f"{FIELD}: no worker has read the images; retry later", retry_after_s=1.0) from None
 
     async def _expand(self, model: str, tenant: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        slots, failed = self._slots[model], set[WorkerKey]()
+        slots, failed = self._slots_of(model), set[WorkerKey]()
+        if slots.waiting >= MAX_WAITING:
+            raise OverloadedError(
+                f"{FIELD}: the images of {MAX_WAITING} requests wait to be read, the most that may: retry later",
+                retry_after_s=1.0,
+            )
         while len(failed) < ATTEMPTS:
             await slots.take(tenant, sum(map(len, images)))
             if (worker := self._worker(model, failed)) is None:
@@ -112,6 +143,7 @@ class ImageExpander:
                 worker.link.cancel(wire_id)
                 raise
             except WorkerDied as error:  # perhaps of these images
+                self._died(images)
                 raise UnavailableError(
                     f"{FIELD}: the worker that read the images died; retry later", retry_after_s=1.0
                 ) from error
@@ -119,18 +151,48 @@ class ImageExpander:
                 failed.add(worker.key)
         raise UnavailableError(f"{FIELD}: the workers that read the images were lost; retry later", retry_after_s=1.0)
 
+    def _slots_of(self, model: str) -> FairSlots:
+        if model not in self._slots:
+            self._slots[model] = FairSlots(lambda: EACH * max(1, len(self._able(model))))
+        return self._slots[model]
+
+    def _able(self, model: str, failed: Collection[WorkerKey] = ()) -> list[Worker]:
+        """Prefill workers, which compute the images too; without any, decode workers."""
+        for role in (Role.PREFILL, Role.DECODE):
+            ready = (each for each in self._fleet.ready(model, role) if each.key not in failed)
+            if able := [each for each in ready if Capability.IMAGES not in each.link.lacks]:
+                return able
+        return []
+
     def _worker(self, model: str, failed: set[WorkerKey]) -> Worker | None:
-        ready = [each for role in (Role.PREFILL, Role.DECODE) for each in self._fleet.ready(model, role)]
-        able = [each for each in ready if Capability.IMAGES not in each.link.lacks and each.key not in failed]
-        return min(
-            able,
-            key=lambda each: (each.role is Role.DECODE, each.link.expanding, each.running_requests),
-            default=None,
-        )
+        able = self._able(model, failed)
+        return min(able, key=lambda each: (each.link.expanding, each.running_requests), default=None)
+
+    def _check_deaths(self, images: Sequence[bytes]) -> None:
+        """Raises RequestQuarantined. Images are hashed only while some are suspected."""
+        if self._deaths and (deaths := self._deaths.get(_digest(images))) is not None and deaths.are_too_many:
+            raise RequestQuarantined(
+                f"{FIELD}: {deaths.count} workers died while they read these images, which may be the cause: they are "
+                f"read by no other for {QUARANTINE_S:g} s"
+            )
+
+    def _died(self, images: Sequence[bytes]) -> None:
+        deaths = self._deaths.setdefault(_digest(images), _Deaths())
+        deaths.add()
+        if len(self._deaths) > MAX_SUSPECTS:
+            self._deaths.popitem(last=False)
 
     def _submitted_bytes(self) -> int:
         runs = (*self._dispatcher.running(), *self._dispatcher.waiting())
         return sum(len(image.data) for run in runs for image in run.request.images)
+
+
+def _digest(images: Sequence[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for image in images:
+        digest.update(len(image).to_bytes(8, "little"))
+        digest.update(image)
+    return digest.digest()
 
 
 def _ended(answer: asyncio.Future[ExpandedPrompt], slots: FairSlots) -> None:

@@ -19,8 +19,11 @@ import pytest
 
 from cluster.testing.small_rank import __name__ as SMALL_RANK
 from router.edge.openai.request_schema import ChatCompletionRequest
-from router.requests.image_expansion import AT_ONCE
+from router.requests import image_expansion
+from router.requests.image_expansion import EACH
+from router.requests.retries import MAX_DEATHS
 from router.testing.stub_worker import until
+from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.testing.models import SPECIAL_TOKENS, write_tiny_llama
@@ -278,6 +281,12 @@ async def test_what_is_wrong_beside_an_image_is_refused_before_a_worker_reads_it
         assert expanded == [""]
 
 
+def reading(asked: Asking) -> int:
+    """Requests whose images workers have."""
+    slots = asked.live.app.service._images._slots
+    return slots["tiny"].busy if slots else 0
+
+
 @contextmanager
 def nothing_read(asked: Asking) -> Iterator[None]:
     rank = asked.live.workers.live["prefill-0"].ranks[0]
@@ -296,7 +305,7 @@ async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropp
             late = await asked.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout-s": "0.3"})
             assert late.status_code == 504, late.text
         assert await asked.text(CAT) == asked.expected(CAT)
-        await until(lambda: expander._slots["tiny"]._free == AT_ONCE)
+        await until(lambda: reading(asked) == 0)
         assert expander._parsed_bytes == 0
 
 
@@ -304,12 +313,42 @@ async def test_a_client_that_leaves_frees_its_place_before_its_image_is_read(ask
     async with asking() as asked:
         expander = asked.live.app.service._images
         with nothing_read(asked):
-            left = [asyncio.create_task(asked.chat(CAT)) for _ in range(AT_ONCE)]
-            await until(lambda: expander._slots["tiny"]._free == 0)
+            left = [asyncio.create_task(asked.chat(CAT)) for _ in range(EACH)]
+            await until(lambda: reading(asked) == EACH)
             for each in left:
                 each.cancel()
             await until(lambda: expander._parsed_bytes == 0)
         assert await asked.text(CAT) == asked.expected(CAT)
+
+
+async def test_images_that_two_workers_died_of_are_read_by_no_third(asking: Any) -> None:
+    async with asking() as asked:
+        fleet = asked.live.app.dispatcher.fleet
+        for _ in range(MAX_DEATHS):
+            await until(lambda: fleet.ready("tiny", Role.PREFILL))
+            rank = asked.live.workers.live["prefill-0"].ranks[0]
+            rank.send_signal(signal.SIGSTOP)
+            asked_for = asyncio.create_task(asked.chat(CAT))
+            await until(lambda: any(each.link.expanding for each in fleet.ready("tiny", Role.PREFILL)))
+            rank.kill()
+            assert (await asked_for).status_code == 503
+            await asked.live.workers.restart("prefill-0")
+        refused = await asked.chat(CAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "request_quarantined"), refused.text
+        assert await asked.text(DOG) == asked.expected(DOG)
+        assert reading(asked) == 0
+
+
+async def test_more_images_than_may_wait_for_workers_are_refused(asking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_expansion, "MAX_WAITING", 1)
+    async with asking() as asked:
+        expander = asked.live.app.service._images
+        with nothing_read(asked):
+            first = [asyncio.create_task(asked.chat(CAT)) for _ in range(EACH + 1)]
+            await until(lambda: "tiny" in expander._slots and expander._slots["tiny"].waiting == 1)
+            refused = await asked.chat(CAT)
+            assert refused.status_code == 429, refused.text
+        assert {(await each).status_code for each in first} == {200}
 
 
 async def test_all_text_is_shown_by_a_template_that_reads_parts_alone(asking: Any, model_dir: Path) -> None:

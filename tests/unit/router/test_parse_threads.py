@@ -79,5 +79,5 @@ async def test_callers_given_up_as_a_thread_becomes_free_leave_it_to_the_next(ex
     assert parsing.ran == ["stays"]
     await parsing.held
     assert await parsing.threads.run("any", 1, lambda: 7) == 7
-    assert parsing.threads._slots._free == 2  # one is that of the test's own release
-    assert not len(parsing.threads._slots._waiting)
+    assert parsing.threads._slots.busy == -1  # because of the test's own release
+    assert parsing.threads._slots.waiting == 0
