@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -85,6 +86,7 @@ class Leader:
         self._peers = SetPeers(())
         copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._adapters = LoadedAdapters(engine, SystemClock(), copying, inbox.put)
+        self._copied: deque[AdapterCopied] = deque()
         self._images = ImageReading(engine, ThreadPoolExecutor(1, thread_name_prefix="images"), inbox.put)
         self._steps = 0
         self._ticked_s = 0.0
@@ -102,10 +104,12 @@ class Leader:
             collecting_s = self._engine.collect()
             busy = self._engine.has_work
             idle_s = IDLE_TICK_S if collecting_s is None else min(IDLE_TICK_S, collecting_s)
-            for event in self._inbox.drain() if busy else self._inbox.wait(idle_s):
+            for event in self._inbox.drain() if busy or self._copied else self._inbox.wait(idle_s):
                 if isinstance(event, Stop):
                     return event.reason
                 self._handle(event)
+            if self._copied:
+                self._load_adapter(self._copied.popleft())
             self._tick()
             if collecting_s is not None or self._engine.is_collecting:
                 self._report_collecting(self._requests.busy_sessions())
@@ -158,6 +162,12 @@ class Leader:
             for session in self._requests.sessions:
                 self._requests.outbox.frame(session).meters.CopyFrom(meters)
 
+    def _load_adapter(self, copied: AdapterCopied) -> None:
+        """One between two steps: the other ranks and the routers hear of this one after each."""
+        if self._adapters.copied(copied):
+            self._report_adapters()
+        self._engine.idle_tick()
+
     def _report_adapters(self) -> None:
         for session in self._requests.sessions:
             self._requests.outbox.frame(session).adapters.CopyFrom(self._adapters.frame())
@@ -209,8 +219,7 @@ class Leader:
             case WantedAdapters(adapters=adapters):
                 self._adapters.want(adapters)
             case AdapterCopied():
-                if self._adapters.copied(event):
-                    self._report_adapters()
+                self._copied.append(event)
             case ImagesRead():
                 self._on_images(event)
             case SessionOpened(session=session, router_id=router_id):

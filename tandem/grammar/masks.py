@@ -106,6 +106,10 @@ class GrammarRun:
             self._found = self._threads.submit(self._find, tuple(tokens[self._taken :]), proposed)
 
     @property
+    def is_compiled(self) -> bool:
+        return self._compiled.done()
+
+    @property
     def has_begun(self) -> bool:
         """Whether it knows the tokens that it was told of; not after its grammar was compiled again."""
         return self._matcher is not None

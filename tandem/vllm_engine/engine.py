@@ -44,6 +44,8 @@ from tandem.vllm_engine.images import VllmImages
 from tandem.vllm_engine.scheduler import TandemScheduler
 
 COUNT_CACHED_S = 0.05  # how often cached blocks are told from free ones while it computes
+GRAMMAR_POLL_S = 0.005  # while there is nothing to compute but answers whose grammars are compiled
+MOST_COUNTING = 0.02  # of the time
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,7 @@ class VllmEngine:
         self._block_tokens: int = core.vllm_config.cache_config.block_size
         self._held: dict[str, _Held] = {}
         self._is_starved = False  # nothing fits until something ends
-        self._counted_s = 0.0
+        self._counted_s = self._counting_s = 0.0
         self._counts_changed = True
 
     # --- requests
@@ -172,7 +174,7 @@ class VllmEngine:
                 ends=request.sampling.stop_token_ids,
                 takes_forced=False,
             )
-            held.grammar = AnswerGrammar(run, made.all_token_ids)
+            held.grammar = AnswerGrammar(run, made.all_token_ids, self._report_late)
             made.structured_output_request = held.grammar.asked(grammar)
         self._is_starved = False
         return made, held
@@ -257,16 +259,18 @@ class VllmEngine:
                     scores.append(found)
                 self._take(each, known, tokens, ended)
         if not computed and not ended and self._scheduler.ready and self.preemptions == preempted:
-            self._starve(ended)
+            self._wait_or_starve(ended)
         self._counts_changed = True
-        if time.monotonic() - self._counted_s > COUNT_CACHED_S:
+        if time.monotonic() - self._counted_s > max(COUNT_CACHED_S, self._counting_s / MOST_COUNTING):
             self._count_cached()
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), planned.work, tuple(began))
 
     def _count_cached(self) -> None:
         if self._counts_changed:
-            self._counts_changed, self._counted_s = False, time.monotonic()
+            began_s = time.monotonic()
             self._scheduler.count_cached()
+            self._counts_changed, self._counted_s = False, time.monotonic()
+            self._counting_s = self._counted_s - began_s
 
     def _take(self, output: EngineCoreOutput, held: _Held, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
         grammar, is_whole = held.grammar, False
@@ -307,6 +311,17 @@ class VllmEngine:
             if request_id in self._scheduler.requests:  # else it has ended with this step
                 self._scheduler.cancel(request_id)
         ended.append(RequestEnd(request_id, error=error))
+
+    def _report_late(self) -> None:
+        """A step waits for what a grammar allows: the ranks and the routers know that this one lives."""
+        self._executor.beat()
+        self._shared.report_layer()
+
+    def _wait_or_starve(self, ended: list[RequestEnd]) -> None:
+        if self._scheduler.awaits_grammar:
+            time.sleep(GRAMMAR_POLL_S)
+        else:
+            self._starve(ended)
 
     def _starve(self, ended: list[RequestEnd]) -> None:
         """Nothing could be scheduled: requests that wait hold the blocks, or leases do, which will be released."""

@@ -97,7 +97,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
             with self._read_by(step, pixels):
                 drawn = self.driver_worker.execute_model(step)
             if drawn is None:
-                masks = decode_masks(next(messages)) if step.has_structured_output_requests else None
+                masks = decode_masks(_next_but_beats(messages)) if step.has_structured_output_requests else None
                 self.driver_worker.sample_tokens(masks)
 
     def _features(self, request_id: str) -> list[MultiModalFeatureSpec]:
@@ -130,6 +130,10 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
             self._group.close()
             self._group = None
         super().shutdown()
+
+
+def _next_but_beats(messages: Iterator[bytes]) -> bytes:
+    return next(message for message in messages if message != _BEAT)
 
 
 def _whole(spec: KVCacheSpec) -> KVCacheSpec:

@@ -6,7 +6,7 @@ A grammar's state is a function of the answer's tokens, so an answer that began 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,17 +32,23 @@ def mask_backend(vocab_size: int) -> Any:
 
 
 class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """Of one request. `tokens`: of its prompt and answer, as vLLM has them. `failed`: why no token could be chosen."""
+    """Of one request. `tokens`: of its prompt and answer, as vLLM has them. `is_late`: called while a step waits for
+    its mask. `failed`: why no token could be chosen."""
 
-    def __init__(self, run: GrammarRun, tokens: Sequence[int]) -> None:
+    def __init__(self, run: GrammarRun, tokens: Sequence[int], is_late: Callable[[], None]) -> None:
         self._run = run
         self._tokens = tokens
+        self._is_late = is_late
         self._found: Following | None = None
         self.failed: TandemError | None = None
 
     def asked(self, grammar: str) -> StructuredOutputRequest:
         """What vLLM's request has."""
         return StructuredOutputRequest(StructuredOutputsParams(grammar=grammar), self)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._run.is_compiled
 
     def prepare(self) -> None:
         """Begins to find what may follow."""
@@ -53,7 +59,7 @@ class AnswerGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         row = bitmask[batch_index].numpy()
         try:
             while (found := self._run.take(self._tokens, WAIT_S)) is None:
-                pass  # it raises after MAX_LATE_S
+                self._is_late()  # `take` raises after MAX_LATE_S
         except TandemError as error:
             self.failed = error
             row.fill(-1)

@@ -45,6 +45,11 @@ class Planned:
     new: dict[str, int] = field(default_factory=dict)
 
 
+def _awaits_grammar(request: Request) -> bool:
+    asked = request.structured_output_request
+    return asked is not None and not asked.grammar.is_compiled
+
+
 class TandemScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,14 +122,21 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         """Those of an exported prompt are read by transfer agents, so it is never preempted."""
         return request.request_id not in self._shared.exports and super()._request_blocks_can_be_freed(request)
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a waiting request may start."""
+        if _awaits_grammar(request) or not super()._handle_blocked_waiting_request(request):
+            return False
+        return not self._waits_for_an_adapter(request)
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether a request waits until its grammar is compiled: a step with it would hold up all others until then."""
+        return any(map(_awaits_grammar, (*self.kv_holding_waiting, *self.waiting)))
+
     # --- adapters
 
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether a waiting request may start. vLLM counts only the adapters that it has planned in this step; the next
-        one may plan all that run."""
-        return super()._handle_blocked_waiting_request(request) and not self._waits_for_an_adapter(request)
-
     def _waits_for_an_adapter(self, request: Request) -> bool:
+        """vLLM counts only the adapters that it has planned in this step; the next one may plan all that run."""
         if (adapter := request.lora_request) is None:
             return False
         return request.arrival_time > self._making_way_s or self._is_one_too_many(adapter.lora_int_id)
@@ -216,6 +228,7 @@ class TandemScheduler(Scheduler):  # type: ignore[misc]
         self._inflight_prefills.discard(youngest)
         self.kv_cache_manager.free(youngest)
         youngest.num_computed_tokens = 0
+        youngest.num_preemptions += 1  # so that no import takes the blocks that it waits for
         self.waiting.prepend_request(youngest)
         self.preemptions += 1
         return True

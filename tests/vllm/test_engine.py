@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
 from tandem.engine.api import EngineRequest, RequestEnd, ScoredToken, TokenOut
 from tandem.errors import ContextExceeded, InputError, KvExhausted
+from tandem.grammar.compiler import GrammarCompiler, Matcher
+from tandem.grammar.constraint import json_schema
+from tandem.grammar.masks import Grammars
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
@@ -292,6 +296,54 @@ def test_imported_prompts_that_fill_the_pool_do_not_wait_for_each_other_forever(
     assert engine.preemptions > before, "some gave their blocks up"
     assert {each.reason for each in ends.values()} == {FinishReason.LENGTH}
     assert [len(tokens[each.request_id]) for each in full] == [9] * 9
+
+
+def test_no_import_takes_the_blocks_that_an_answer_gave_up_and_waits_for(engine: VllmEngine) -> None:
+    full = [made(random_prompt(7 * BLOCK, VOCAB, 400 + number), 10) for number in range(9)]
+    for each in full:
+        engine.reserve(each)
+    for each in full:
+        engine.join(each.request_id, 5)
+    before = engine.preemptions
+    while engine.preemptions == before:
+        engine.step()
+    engine.cancel(full[0].request_id)
+    with pytest.raises(KvExhausted):
+        engine.reserve(made([1, 2, 3], 5))
+    drain(engine)
+    engine.reserve(late := made([1, 2, 3], 5))
+    engine.cancel(late.request_id)
+
+
+def test_an_answer_whose_grammar_is_compiled_holds_up_no_other(
+    engine: VllmEngine, rank: VllmRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, may_compile = GrammarCompiler.load(rank.model_dir, engine.vocab_size, (2,)), threading.Event()
+
+    class Slow:
+        def compile(self, grammar: str) -> Matcher:
+            assert may_compile.wait(60.0)
+            return compiler.compile(grammar)
+
+    grammars = Grammars(lambda: cast(GrammarCompiler, Slow()))
+    monkeypatch.setattr(engine, "_grammars", grammars)
+    constraint = json_schema({"enum": ["a", "b"]}, "response_format")
+    bound = made([1, 5, 7], 30, grammar=constraint.grammar, stop_token_ids=frozenset({2}))
+    free = made(random_prompt(40, VOCAB, 61), 20)
+    engine.add(bound)
+    engine.add(free)
+    ended: set[str] = set()
+    while free.request_id not in ended:
+        result = engine.step()
+        ended |= {each.request_id for each in result.ended}
+        assert {each.request_id for each in result.tokens} <= {free.request_id}
+    assert engine.step().ended == (), "it waits, and does not lack blocks"
+    assert engine.has_work
+    may_compile.set()
+    tokens, ends = drain(engine)
+    assert ends[bound.request_id].reason == FinishReason.STOP
+    assert tokens[bound.request_id]
+    grammars.close()
 
 
 def test_an_answer_ends_with_a_stop_token_and_an_export_says_so(engine: VllmEngine) -> None:
