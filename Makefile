@@ -106,6 +106,7 @@ docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come fro
 	@$(BIN)/python scripts/generate-schema-table.py
 	@$(BIN)/python scripts/generate-edit-table.py
 	@$(BIN)/python scripts/generate-planner-pages.py
+	@$(BIN)/python scripts/generate-figures.py
 	@$(BIN)/python scripts/generate-speculation-picture.py
 	@$(BIN)/python scripts/generate-client-fields.py
 

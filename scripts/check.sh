@@ -53,6 +53,7 @@ step "generated requirements of the router image" "$PYTHON" scripts/generate-rou
 step "generated table of schemas" "$PYTHON" scripts/generate-schema-table.py --check
 step "generated table of edits" "$PYTHON" scripts/generate-edit-table.py --check
 step "generated pages of planning" "$PYTHON" scripts/generate-planner-pages.py --check
+step "generated tables of figures" "$PYTHON" scripts/generate-figures.py --check
 step "generated picture of speculation" "$PYTHON" scripts/generate-speculation-picture.py --check
 step "generated table of clients' fields" "$PYTHON" scripts/generate-client-fields.py --check
 step "documentation site" scripts/site.sh
