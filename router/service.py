@@ -133,14 +133,11 @@ class RouterService:
 
         Raises as TermsParser.parse does, and RateLimited.
         """
-        try:
+        with self.rejections_of("", TandemError):
             terms = self._terms.parse(header, remaining_s, call)
             if call is not None:
                 call.take_request()
             return terms
-        except TandemError as error:
-            self.rejected("", error)
-            raise
 
     async def submit(
         self, raw: RawRequest, terms: RequestTerms | None = None, *, model_required: bool = True
@@ -165,20 +162,14 @@ class RouterService:
         Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice. Only
         choice 0 gets the prompt's logprobs.
         """
-        try:
+        with self.rejections_of(raws[0].model):
             check_predictions(raws, len(raws) * choices)
-        except InputError as error:
-            self.rejected(raws[0].model, error)
-            raise
         with self._held_images(raws, choices):
             parsed = await self._parse_all(raws, request_id, terms)
             requests = fit_logprobs([request for _, request in parsed], raws, choices)
             parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
-            try:
+            with self.rejections_of(requests[0].model):
                 check_answers(requests, choices)
-            except InputError as error:
-                self.rejected(requests[0].model, error)
-                raise
             self._check_limits(requests, terms)
             return await self._submit_parsed(parsed, choices, request_id, terms)
 
@@ -188,11 +179,8 @@ class RouterService:
         images = [each for raw in raws for each in _images_of(raw.prompt)]
         with ExitStack() as held:
             if images:
-                try:
+                with self.rejections_of(raws[0].model, OverloadedError):
                     held.enter_context(self._images.held(images, choices))
-                except (InputError, OverloadedError) as error:
-                    self.rejected(raws[0].model, error)
-                    raise
             yield
 
     async def submit_in_parts(
@@ -267,7 +255,7 @@ class RouterService:
     async def _parse(
         self, raw: RawRequest, terms: RequestTerms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
-        try:
+        with self.rejections_of(raw.model, DeadlineExceeded, RateLimited, UnavailableError):
             call = None if terms is None else terms.call
             model = self.model(raw.model, call, required=model_required)
             if call is not None:
@@ -289,19 +277,13 @@ class RouterService:
                 cache_salt=salt,
                 expand=partial(self._images.expand, model.base, tenant, deadline_s),
             )
-        except (DeadlineExceeded, InputError, RateLimited, UnavailableError) as error:
-            self.rejected(raw.model, error)
-            raise
 
     def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         """Checks the caller's token rate before submission. Raises RateLimited."""
         if terms is None or terms.call is None:
             return
-        try:
+        with self.rejections_of(requests[0].model, RateLimited):
             terms.call.check_prompt(_prompt_tokens(requests))
-        except RateLimited as error:
-            self.rejected(requests[0].model, error)
-            raise
 
     def _count_prompts(self, model: ServingModel, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         """A prompt counts once for all its choices: one of them computes it."""
@@ -350,6 +332,16 @@ class RouterService:
         """Counts a request that an edge refused before submission; that of an adapter for its model."""
         found = self.models.get(model)
         self.metrics.rejected(model if found is None else found.base, error.code)
+
+    @contextmanager
+    def rejections_of(self, model: str, *others: type[TandemError]) -> Iterator[None]:
+        """Counts a request that an InputError or one of the `others` refuses."""
+        counted: tuple[type[TandemError], ...] = (InputError, *others)
+        try:
+            yield
+        except counted as error:
+            self.rejected(model, error)
+            raise
 
     def model_ready(self, name: str) -> bool:
         """Of an adapter's name: whether its model is ready."""

@@ -124,16 +124,13 @@ class InferenceEdge(InferenceServicer):
     async def _parsed(self, request: pb.GenerateRequest, terms: RequestTerms) -> RawRequest:
         if terms.call is not None:
             terms.call.name_model(request.model)
-        try:
+        with self._service.rejections_of(request.model):
             self._service.check_tokens(request.model, len(request.token_ids.ids), terms.call)
             predicted = len(request.prediction.token_ids.ids)
             self._service.check_tokens(request.model, predicted, terms.call, field=PREDICTION)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
             size = request.chat.ByteSize() + request.constraint.ByteSize()  # they hold JSON
             return await self._service.threads.parse(terms.tenant, size, partial(_raw, request))
-        except InputError as error:
-            self._service.rejected(request.model, error)
-            raise
 
 
 def _raw(request: pb.GenerateRequest) -> RawRequest:

@@ -205,12 +205,9 @@ class HttpEdge:
         call, answer_id = call_of(request.scope), request.scope["request_id"]
         terms = self._service.terms(request.headers.get, call=call)
         parsed, raws = await self._bodies.parsed(request, kind, kind.parse)
-        try:
+        with self._service.rejections_of(parsed.model):
             model = self._service.model(parsed.model, call)
             parsed.check_size(model.hidden_size)
-        except InputError as error:
-            self._service.rejected(parsed.model, error)
-            raise
         connection: Connection = request.scope[SCOPE_KEY]
         found: list[bytes] = []
         tokens = 0

@@ -57,10 +57,8 @@ class HttpBodies:
 
         body, counted = await self._receive(request)
         try:
-            parsed, made = await self._service.threads.parse(_tenant(request), len(body), partial(both, body))
-        except (InputError, OverloadedError) as error:
-            self._service.rejected("", error)
-            raise
+            with self._service.rejections_of("", OverloadedError):
+                parsed, made = await self._service.threads.parse(_tenant(request), len(body), partial(both, body))
         finally:
             self._budget.give_back(counted)
         if (call := call_of(request.scope)) is not None:

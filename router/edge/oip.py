@@ -150,12 +150,9 @@ class OipEdge(GRPCInferenceServiceServicer):
     def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> InferRequest:
         if call is not None:
             call.name_model(request.model_name)
-        try:
+        with self._service.rejections_of(request.model_name):
             _check_version(request.model_version)
             return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))
-        except InputError as error:
-            self._service.rejected(request.model_name, error)
-            raise
 
 
 def _check_version(version: str) -> None:

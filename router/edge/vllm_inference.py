@@ -91,14 +91,11 @@ class VllmEdge(InferenceServicer):
         asked, call = model_of(request), terms.call
         if call is not None:
             call.name_model(asked)
-        try:
+        with self._service.rejections_of(asked):
             model = self._model(request, call)
             model.check_tokens("prompt", len(request.token_ids.ids))
             parse = partial(raw_request, request, model.name)
             raw = await self._service.threads.parse(terms.tenant, request.decoding.ByteSize(), parse)
-        except InputError as error:
-            self._service.rejected(asked, error)
-            raise
         try:
             answers = await self._service.submit_all([raw], 1, new_request_id(), terms)
         except InputError as error:
