@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 
+from tandem.backoff import Backoff
 from tandem.checkpoint.cache import cache_dir
 from tandem.config.launch import ROUTER_ID, RouterLaunch, ServedModel
 from tandem.config.security import TlsSpec
@@ -167,14 +168,16 @@ class Membership:
             cluster=options.cluster,
             leave_s=options.leave_s,
         )
-        names, said, backoff_s = (options.router_id, "the controller"), "", FIRST_BACKOFF_S
+        names, said = (options.router_id, "the controller"), ""
+        backoff = Backoff(first_s=FIRST_BACKOFF_S, most_s=MAX_BACKOFF_S)
         while True:
             request.settings_id = self._settings_id
             try:
                 async with open_channel(options.controller, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
                     async for message in cluster_pb2_grpc.ClusterStub(channel).JoinRouter(request):
                         common_version(ours, stated_versions(message, CONTROL_BEFORE_RANGES), names)
-                        said, backoff_s = "", FIRST_BACKOFF_S
+                        said = ""
+                        backoff.reset()
                         if message.launch and not self._take(message):
                             break  # it differs in what only a newer release knows: join again with its id
                 reason = "the controller ended the membership"
@@ -188,8 +191,7 @@ class Membership:
             if reason != said:
                 log.warning("not in the cluster, trying again: %s", reason)
                 said = reason
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await backoff.wait()
 
     def _take(self, message: cluster_pb2.RouterSettings) -> bool:
         """Whether these are the first settings, or others than it has."""
@@ -209,7 +211,7 @@ class Membership:
         root = cache_dir() / "routers" / self._options.router_id
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         folders = {model.name: root / str(number) for number, model in enumerate(models)}
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(first_s=FIRST_BACKOFF_S, most_s=MAX_BACKOFF_S)
         while True:
             try:
                 async with open_channel(
@@ -220,8 +222,7 @@ class Membership:
                 return folders
             except grpc.aio.AioRpcError as error:
                 log.warning("cannot get the models' tokenizers, trying again: %s", error.details())
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await backoff.wait()
 
 
 async def _fetch_files(channel: grpc.aio.Channel, model: ServedModel, folder: Path) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 
 from redis.asyncio import Redis
 
+from tandem.backoff import Backoff
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 STREAM_ENTRIES = 4096  # a reader further behind than this loads the snapshot
 HEARTBEAT_S = 2.0  # between checks of what Redis holds
 KEY_TTL_S = 3600  # the keys of a worker that never comes back expire after this
-MAX_BACKOFF_S = 5.0
 BATCH_EVENTS = 256
 FRESH_STEP = 1 << 32
 
@@ -103,22 +103,22 @@ class EventPublisher:
             await self._redis.aclose()
 
     async def _publish_forever(self, redis: Redis) -> None:
-        backoff_s = 0.1
+        backoff = Backoff(first_s=0.1, most_s=5.0)
         reachable = True
         while True:
             try:
                 await self._flush(redis)
                 if not reachable:
                     log.info("redis is reachable again")
-                backoff_s, reachable = 0.1, True
+                reachable = True
+                backoff.reset()
                 await self._idle(redis)
             except REDIS_ERRORS as error:
                 if reachable:
                     log.warning("redis is not reachable; a snapshot follows when it is", extra={"error": str(error)})
                 reachable = False
                 self._need_snapshot()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                await backoff.wait()
 
     async def _idle(self, redis: Redis) -> None:
         """Waits for work. Checks Redis once per heartbeat, also under constant work."""

@@ -16,13 +16,13 @@ import msgspec
 from kvtransfer.agent.process import AgentProcess, PidfdProcess
 from kvtransfer.connection.sockets import connect_unix, peer_pid, send_first
 from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
+from tandem.backoff import Backoff
 from tandem.engine.api import ExportRange
 from tandem.rpc.channel import Channel, ChannelError, ThreadSender, encode
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.02
-MAX_RETRY_S = 0.5
 EXIT_GRACE_S = 1.0
 STUCK_S = 10.0
 
@@ -110,15 +110,14 @@ class AgentClient:
             self._release()
 
     async def _connect_forever(self, connection: _Connection) -> None:
-        retry_s = FIRST_RETRY_S
+        backoff = Backoff(first_s=FIRST_RETRY_S, most_s=0.5)
         while True:
             try:
                 reader, writer = await self._open(connection)
             except OSError:
-                await asyncio.sleep(retry_s)  # the agent is starting
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
+                await backoff.wait()  # the agent is starting
                 continue
-            retry_s = FIRST_RETRY_S
+            backoff.reset()
             self._sender = sender = ThreadSender(writer)
             try:
                 await self._listen(Channel(reader, writer, FromAgent), connection)
@@ -130,7 +129,7 @@ class AgentClient:
                 writer.close()
             await self._wait_end(connection)
             connection.on_lost()
-            await asyncio.sleep(retry_s)
+            await asyncio.sleep(FIRST_RETRY_S)
 
     async def _open(self, connection: _Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         raw = await connect_unix(str(connection.socket_path))

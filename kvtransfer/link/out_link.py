@@ -35,6 +35,7 @@ from kvtransfer.transports.choice import MAPPED, choose_transport
 from kvtransfer.transports.factory import Transports, carries_int8, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import has_heartbeats, has_many_probes
+from tandem.backoff import Backoff
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools, IncompatibleVersions
 from tandem.rpc.channel import encode
@@ -43,8 +44,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 60.0  # the peer may load torch first
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 2.0
 MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged bytes: enough to keep the link busy; tickets share it here
 MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
 MIN_WINDOW_PIECES, MAX_WINDOW_PIECES = 0.5, 4  # of the link's largest, if that is more
@@ -104,7 +103,7 @@ class OutLink:
         self._kind = ""
         self._jobs = TicketQueue(self._may_send)
         self._watch = LinkWatch(self._is_moving)
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff = Backoff(first_s=0.1, most_s=2.0)
         self._opening = opening
         self._is_needed = asyncio.Event()
         self._is_resting = False
@@ -179,8 +178,7 @@ class OutLink:
             self._events.link_down(self, cause, reason, final=final)
             if final:
                 return
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            await self._backoff.wait()
 
     def _enter(self, state: LinkState, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -219,7 +217,7 @@ class OutLink:
             self._jobs = TicketQueue(self._may_send)
             self._watch = LinkWatch(self._is_moving, is_held_up=lambda: thread.is_held_up)
             thread.moves_pieces = True
-            self._backoff_s = FIRST_BACKOFF_S
+            self._backoff.reset()
             await turn.aclose()
             self._is_opening = False
             self._failed_openings.pop(self._kind, None)

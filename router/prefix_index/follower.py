@@ -18,6 +18,7 @@ from typing import cast
 from redis.typing import KeyT, StreamIdT
 
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
+from tandem.backoff import Backoff
 from tandem.clock import Clock
 from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
@@ -126,14 +127,14 @@ class PrefixFollower:
         self._changed.set()
 
     async def _run(self) -> None:
-        backoff_s = 0.1
+        backoff = Backoff(first_s=0.1, most_s=MAX_BACKOFF_S)
         while True:
             try:
                 await self._follow_once()
                 if not self.connected:
                     log.info("redis is back")
                 self.connected = True
-                backoff_s = 0.1
+                backoff.reset()
             except Exception as error:  # no fault of Redis or its client may end this task
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("failed to follow the prefix events; retrying")
@@ -142,8 +143,7 @@ class PrefixFollower:
                 self.connected = False
                 self._check_due_s = 0.0  # Redis may come back empty or with older data
                 self._forget_unconfirmed()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                await backoff.wait()
 
     async def _follow_once(self) -> None:
         loop = asyncio.get_running_loop()

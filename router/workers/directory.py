@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
+from tandem.backoff import Backoff
 from tandem.errors import IncompatibleVersions
 from tandem.rpc.directory import DirectoryGap, apply_directory
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
@@ -18,8 +19,6 @@ from tandem.v1 import cluster_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub
 
 log = logging.getLogger(__name__)
-
-MAX_BACKOFF_S = 2.0
 
 OnDirectory = Callable[[cluster_pb2.Directory], None]
 
@@ -47,7 +46,7 @@ class DirectoryFollower:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        backoff_s = 0.05
+        backoff = Backoff(first_s=0.05, most_s=2.0)
         request = cluster_pb2.WatchDirectoryRequest(
             watcher=self._watcher,
             takes_changes=True,
@@ -63,7 +62,7 @@ class DirectoryFollower:
                     stub = ClusterStub(channel)
                     known: cluster_pb2.Directory | None = None
                     async for message in stub.WatchDirectory(request, wait_for_ready=waits):
-                        backoff_s = 0.05
+                        backoff.reset()
                         common_version(CONTROL_VERSIONS, stated_versions(message, CONTROL_BEFORE_RANGES), names)
                         known = apply_directory(known, message)
                         self._on_directory(known)
@@ -73,11 +72,10 @@ class DirectoryFollower:
                 log.info("%s; asking for all of it", gap.message)
             except IncompatibleVersions as error:
                 log.error("no directory from the controller; keeping the last: %s", error)
-                backoff_s = MAX_BACKOFF_S
+                backoff.skip_to_most()
             except grpc.aio.AioRpcError as error:
                 log.warning("lost the controller; keeping the last directory", extra={"error": error.details()})
             except Exception:  # a bug in applying one directory must not end the task
                 log.exception("failed to apply a directory; reconnecting")
             self.connected = False
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await backoff.wait()

@@ -20,6 +20,7 @@ from router.workers.clock_offset import ClockOffset
 from router.workers.frame_queue import FrameQueue
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
+from tandem.backoff import Backoff
 from tandem.engine.api import Capability
 from tandem.errors import IncompatibleVersions, TandemError, WorkerDied, WorkerLost
 from tandem.images import ExpandedPrompt
@@ -219,7 +220,7 @@ class WorkerLink:
         return self._offset.local_s(worker_s)
 
     async def _run(self) -> None:
-        backoff_s = 0.05
+        backoff = Backoff(first_s=0.05, most_s=MAX_BACKOFF_S)
         while True:
             kind: type[WorkerLost] = WorkerLost
             try:
@@ -244,10 +245,9 @@ class WorkerLink:
                 log.exception("internal error on a worker link: reconnecting", extra={"worker": self.key.worker_id})
                 reason = "internal error"
             if self.ready:
-                backoff_s = 0.05
+                backoff.reset()
             self._lost(reason, kind)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await backoff.wait()
 
     def _refused(self, error: IncompatibleVersions) -> None:
         """For as long as this epoch and this router last."""
