@@ -12,9 +12,10 @@ from starlette.requests import Request
 
 from router.auth.http_gate import call_of
 from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from router.edge.body_parsing import parse_body
 from router.edge.limits.bodies import EXEMPT_BYTES, BodyBudget
 from router.edge.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest, parse_body
+from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.request_terms import TENANT
@@ -22,19 +23,19 @@ from router.service import RouterService
 from tandem.errors import InputError, OverloadedError, PayloadTooLarge, TandemError
 
 Parsed = TypeVar("Parsed")
-Body = TypeVar(
-    "Body",
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    ScoreRequest,
-    RerankRequest,
+AnyBody = (
+    ChatCompletionRequest
+    | CompletionRequest
+    | ResponsesRequest
+    | MessagesRequest
+    | CountTokensRequest
+    | TokenizeRequest
+    | DetokenizeRequest
+    | EmbeddingRequest
+    | ScoreRequest
+    | RerankRequest
 )
+Body = TypeVar("Body", bound=AnyBody)
 
 
 class HttpBodies:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from router.edge.body_parsing import parse_fields
 from router.edge.limits.json import check_body
-from router.edge.openai.request_schema import CompletionRequest, parse_fields
-from router.edge.openai.strict_model import unsupported
+from router.edge.openai.request_schema import CompletionRequest
+from router.edge.strict_model import unsupported
 from router.requests.validation import RawRequest
 from tandem.errors import InputError
 from tandem.oip import grpc_predict_v2_pb2 as oip

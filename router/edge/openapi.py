@@ -14,6 +14,7 @@ from router.auth.access import KEY_HEADER, KEY_HEADER_ROUTES, http_access
 from router.auth.principal import AccessLevel
 from router.edge.anthropic.answer_schema import MessageEvent, MessageObject, MessagesError, TokenCount
 from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from router.edge.http_bodies import AnyBody
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     ChatCompletion,
@@ -55,18 +56,7 @@ from tandem.version import tandem_version
 
 Schema = dict[str, Any]
 
-_REQUESTS = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    ScoreRequest,
-    RerankRequest,
-)
+_REQUESTS = get_args(AnyBody)
 # The names that answers have in the document.
 _ANSWERS: dict[str, type[AnswerStruct]] = {
     "ChatCompletion": ChatCompletion,

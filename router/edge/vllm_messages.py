@@ -8,9 +8,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from router.edge.body_parsing import parse_body
 from router.edge.openai.constraint_fields import StructuralTag
-from router.edge.openai.request_schema import parse_body
-from router.edge.openai.strict_model import unsupported
+from router.edge.strict_model import unsupported
 from router.requests.output import Final, OutToken, TextPiece
 from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling, ValidRequest
 from tandem.errors import InputError, shown

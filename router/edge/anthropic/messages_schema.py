@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from router.edge.openai.strict_model import (
+from router.edge.openai.tool_fields import NamedTool, ToolChoice, ToolName, tool_use
+from router.edge.strict_model import (
     Items,
     StrictModel,
     at_most,
@@ -18,7 +19,6 @@ from router.edge.openai.strict_model import (
     refuse_unsupported,
     unsupported,
 )
-from router.edge.openai.tool_fields import NamedTool, ToolChoice, ToolName, tool_use
 from router.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
 from router.texts.chat import (
     MAX_CALLS,

@@ -35,7 +35,7 @@ from router.edge.openai.answer_schema import (
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, PromptLogprobs, chat_logprobs
 from router.edge.openai.request_schema import UsageEvents
-from router.edge.openai.strict_model import FieldError
+from router.edge.strict_model import FieldError
 from router.model_formats.events import Event, Text
 from router.requests.answers import AnswerReader, Answers, Arrival, WholeAnswer
 from router.requests.output import Final, OutToken, TextPiece, Usage

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from router.edge.openai.tool_fields import AnyToolCall
+from router.edge.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, Part, tool_result
 from router.texts.image_files import image_of_url
 from tandem.errors import InputError

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Json, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, type_of, unsupported
+from router.edge.strict_model import Items, StrictModel, type_of, unsupported
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema, json_schema_text, regex
 from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag

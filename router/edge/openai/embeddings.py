@@ -20,7 +20,7 @@ from pydantic import Field, WrapValidator
 from router.edge.json_slices import on_demand, one_by_one
 from router.edge.openai.answer_schema import AnswerStruct, Count
 from router.edge.openai.request_schema import CacheSalt, checked_prompts, listed
-from router.edge.openai.strict_model import Items, Neutral, StrictModel, at_most, equals, never, refuse_unsupported
+from router.edge.strict_model import Items, Neutral, StrictModel, at_most, equals, never, refuse_unsupported
 from router.requests.validation import RawRequest, RawSampling
 from tandem.errors import InputError, InternalError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from router.edge.openai.strict_model import FieldError
+from router.edge.strict_model import FieldError
 from tandem.errors import InputError
 from tandem.text.words import plural
 

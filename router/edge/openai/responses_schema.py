@@ -15,17 +15,6 @@ from router.edge.openai.request_schema import (
     StreamOptions,
     TemplateSettings,
 )
-from router.edge.openai.strict_model import (
-    Items,
-    StrictModel,
-    at_most,
-    equals,
-    is_empty,
-    never,
-    refuse_unsupported,
-    type_of,
-    unsupported,
-)
 from router.edge.openai.tool_fields import (
     FORM_HELP,
     AllowedTools,
@@ -41,6 +30,17 @@ from router.edge.openai.tool_fields import (
     branch,
     form_branch,
     tool_use,
+)
+from router.edge.strict_model import (
+    Items,
+    StrictModel,
+    at_most,
+    equals,
+    is_empty,
+    never,
+    refuse_unsupported,
+    type_of,
+    unsupported,
 )
 from router.requests.validation import RawRequest, RawSampling
 from router.texts.chat import (

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from router.edge.openai.chat_messages import Messages, parse_messages
 from router.edge.openai.request_schema import TemplateSettings
-from router.edge.openai.strict_model import Items, StrictModel, at_most
 from router.edge.openai.tool_fields import Tools, parsed_tools, tool_use
+from router.edge.strict_model import Items, StrictModel, at_most
 from router.texts.chat import Chat
 from tandem.errors import InputError
 

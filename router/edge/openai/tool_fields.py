@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.strict_model import Items, StrictModel, at_most, type_of
+from router.edge.strict_model import Items, StrictModel, at_most, type_of
 from router.model_formats.grammar import Mode
 from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
 from tandem.errors import InputError

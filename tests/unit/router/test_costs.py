@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.edge.body_parsing import MAX_KEYS
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
-from router.edge.openai.request_schema import MAX_CHOICES, MAX_KEYS, UsageEvents
+from router.edge.openai.request_schema import MAX_CHOICES, UsageEvents
 from router.requests import answer_limits, validation
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage

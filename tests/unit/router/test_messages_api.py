@@ -12,7 +12,7 @@ import pytest
 
 from router.edge.anthropic.messages_errors import messages_error
 from router.edge.anthropic.messages_schema import CountTokensRequest
-from router.edge.openai.request_schema import parse_fields
+from router.edge.body_parsing import parse_fields
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import WIRE, ErrorCode
 from tandem.testing.models import write_tiny_llama
