@@ -46,7 +46,7 @@ from router.request_terms import TermsParser
 from router.requests.dispatcher import Dispatcher
 from router.requests.facts import Facts
 from router.requests.image_expansion import ImageExpander
-from router.requests.recording_files import RecordingFiles
+from router.requests.recording.files import RecordingFiles
 from router.requests.validation import ServingModel
 from router.service import RouterService
 from router.workers.directory import DirectoryFollower

@@ -19,7 +19,7 @@ from router.requests import events as ev
 from router.requests.facts import Arrived, Facts, Placed, Requeued, Waited
 from router.requests.output import TextPiece
 from router.requests.placer import FleetView, Placer, PrefixIndex
-from router.requests.recording import Recorder
+from router.requests.recording.recorder import Recorder
 from router.requests.state_machine import RequestRun
 from tandem.clock import Clock
 from tandem.config.router import RouterSpec

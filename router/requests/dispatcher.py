@@ -15,7 +15,7 @@ from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import OutputAssembler, ResponseStream, TextPiece
-from router.requests.recording import Recorder
+from router.requests.recording.recorder import Recorder
 from router.requests.run_on_links import RunOnLinks
 from router.requests.state_machine import RequestRun
 from router.requests.validation import ServingModel, ValidRequest

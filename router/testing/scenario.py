@@ -16,8 +16,8 @@ from typing import Any
 from router.request_terms import RequestTerms
 from router.requests.events import Event
 from router.requests.output import TextPiece
-from router.requests.recording import render
-from router.requests.replay import RecordedRequest, event_from
+from router.requests.recording.recorder import render
+from router.requests.recording.replay import RecordedRequest, event_from
 from router.requests.state_machine import RequestRun
 from tandem.request import Lifecycle, RequestState, SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.requests.output import Usage
-from router.requests.replay import Replay, ReplayReport
+from router.requests.recording.replay import Replay, ReplayReport
 from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.console import console
-from router.requests.replay import Difference, Replay, ReplayReport, Step
+from router.requests.recording.replay import Difference, Replay, ReplayReport, Step
 from tandem.errors import InputError
 from tandem.text.words import plural
 

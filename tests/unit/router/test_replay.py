@@ -22,9 +22,9 @@ from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.facts import Facts
 from router.requests.placer import PlacementSeen
-from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
-from router.requests.recording_files import SEGMENTS, RecordingFiles
-from router.requests.replay import RecordedRequest, Replay, ReplayReport, Step
+from router.requests.recording.files import SEGMENTS, RecordingFiles
+from router.requests.recording.recorder import KIND, VERSION, Recorder, RecordingHeader, encoder
+from router.requests.recording.replay import RecordedRequest, Replay, ReplayReport, Step
 from router.requests.state_machine import RequestRun
 from router.testing.scenario import TextlessAssembler
 from router.workers.fleet import Fleet
@@ -133,7 +133,7 @@ def test_an_empty_recording_says_so() -> None:
 
 
 def test_a_line_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.requests.replay.MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr("router.requests.recording.replay.MAX_LINE_BYTES", 1 << 16)
     lines = recorded()
     report = replay([*lines[:2], b"x" * (1 << 18), *lines[2:]])
     assert (report.runs, report.first) == (1, None)

@@ -21,7 +21,7 @@ from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.output import TextPiece
-from router.requests.recording import (
+from router.requests.recording.recorder import (
     KIND,
     READABLE,
     EventSeen,

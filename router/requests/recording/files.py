@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
-from router.requests.recording import KIND, VERSION, Recorder, RecordingHeader, encoder
+from router.requests.recording.recorder import KIND, VERSION, Recorder, RecordingHeader, encoder
 from tandem.config.router import RouterSpec
 from tandem.errors import ConfigError
 from tandem.version import tandem_version
