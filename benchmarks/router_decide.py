@@ -17,8 +17,8 @@ from router.app import RouterApp
 from router.policies.types import Placement
 from router.request_terms import RequestTerms
 from router.requests.output import OutputAssembler
+from router.requests.raw_request import ValidRequest
 from router.requests.state_machine import RequestRun
-from router.requests.validation import ValidRequest
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel

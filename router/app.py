@@ -47,7 +47,7 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.facts import Facts
 from router.requests.image_expansion import ImageExpander
 from router.requests.recording.files import RecordingFiles
-from router.requests.validation import ServingModel
+from router.requests.serving_model import ServingModel
 from router.service import RouterService
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet

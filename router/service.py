@@ -24,15 +24,8 @@ from router.requests.answer_limits import check_answers, check_predictions, fit_
 from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
 from router.requests.image_expansion import ImageExpander
-from router.requests.validation import (
-    CHARS_PER_TOKEN_OFTEN,
-    Prompt,
-    RawRequest,
-    ServingModel,
-    ValidRequest,
-    prompt_chars,
-    renamed,
-)
+from router.requests.raw_request import CHARS_PER_TOKEN_OFTEN, Prompt, RawRequest, ValidRequest, prompt_chars, renamed
+from router.requests.serving_model import ServingModel
 from router.texts.chat import Chat
 from tandem.errors import (
     DeadlineExceeded,

@@ -15,7 +15,7 @@ from router.edge.write_pauses import WritePauses
 from router.request_terms import RequestTerms
 from router.requests.answers import AnswerReader, SubmittedRequest
 from router.requests.output import Final, OutToken, TextPiece
-from router.requests.validation import MAX_CACHE_SALT_CHARS, PREDICTION, Prompt, RawRequest, RawSampling
+from router.requests.raw_request import MAX_CACHE_SALT_CHARS, PREDICTION, Prompt, RawRequest, RawSampling
 from router.service import RouterService
 from router.texts.chat import Chat
 from tandem.config.model import Role

@@ -64,7 +64,7 @@ from router.idempotency.keyed_answers import HEADER, KeyedAnswers
 from router.request_ids import RequestIds
 from router.request_terms import RequestTerms
 from router.requests.answers import Answers
-from router.requests.validation import RawRequest, renamed
+from router.requests.raw_request import RawRequest, renamed
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
 from tandem.errors import InputError, InternalError, RequestCancelled, TandemError

@@ -18,7 +18,7 @@ from router.edge.body_parsing import parse_fields
 from router.edge.limits.json import check_body
 from router.edge.openai.request_schema import CompletionRequest
 from router.edge.strict_model import unsupported
-from router.requests.validation import RawRequest
+from router.requests.raw_request import RawRequest
 from tandem.errors import InputError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.request import check_length

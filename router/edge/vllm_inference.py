@@ -16,7 +16,7 @@ from router.edge.write_pauses import WritePauses
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms
 from router.requests.answers import SubmittedRequest
-from router.requests.validation import ServingModel
+from router.requests.serving_model import ServingModel
 from router.service import RouterService
 from tandem.errors import InputError, InternalError
 from tandem.vllm_api import inference_pb2 as pb

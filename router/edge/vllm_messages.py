@@ -12,7 +12,7 @@ from router.edge.body_parsing import parse_body
 from router.edge.openai.constraint_fields import StructuralTag
 from router.edge.strict_model import unsupported
 from router.requests.output import Final, OutToken, TextPiece
-from router.requests.validation import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling, ValidRequest
+from router.requests.raw_request import MAX_CACHE_SALT_CHARS, Prompt, RawRequest, RawSampling, ValidRequest
 from tandem.errors import InputError, shown
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
 from tandem.request import MAX_LOGPROBS, FinishReason, check_length

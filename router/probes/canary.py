@@ -15,9 +15,9 @@ from router.request_terms import RequestTerms
 from router.requests.actions import Action, ChooseDecode, End, Frame, Opening, Requeue
 from router.requests.events import Cancelled, Event, Queued, Started, Submitted, WorkerGone
 from router.requests.output import OutputAssembler
+from router.requests.raw_request import ValidRequest
 from router.requests.run_on_links import RunOnLinks
 from router.requests.state_machine import RequestRun
-from router.requests.validation import ValidRequest
 from router.workers.fleet import Fleet, Worker
 from tandem.clock import Clock
 from tandem.errors import WorkerLost

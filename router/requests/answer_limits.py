@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from router.requests.validation import RawRequest, ValidRequest
+from router.requests.raw_request import RawRequest, ValidRequest
 from tandem.errors import InputError
 from tandem.text.words import plural
 

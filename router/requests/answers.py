@@ -14,7 +14,8 @@ import msgspec
 from router.model_formats.custom_input import InputDecoder
 from router.model_formats.events import CallArguments, CallEnded, CallInput, CallStarted, Event, Text
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
-from router.requests.validation import ServingModel, ValidRequest
+from router.requests.raw_request import ValidRequest
+from router.requests.serving_model import ServingModel
 from router.texts.chat_model import AnswerReading
 from tandem.errors import TandemError
 from tandem.request import FinishReason

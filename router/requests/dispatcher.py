@@ -15,10 +15,11 @@ from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import OutputAssembler, ResponseStream, TextPiece
+from router.requests.raw_request import ValidRequest
 from router.requests.recording.recorder import Recorder
 from router.requests.run_on_links import RunOnLinks
+from router.requests.serving_model import ServingModel
 from router.requests.state_machine import RequestRun
-from router.requests.validation import ServingModel, ValidRequest
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.router import RouterSpec

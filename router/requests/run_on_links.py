@@ -9,8 +9,8 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.output import ResponseStream
+from router.requests.raw_request import ValidRequest
 from router.requests.state_machine import RequestRun
-from router.requests.validation import ValidRequest
 from router.workers.link import WorkerLink
 from tandem.errors import TandemError, WorkerLost
 from tandem.request import FinishReason

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
 from tandem.config.engine import EngineSpec

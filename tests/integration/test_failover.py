@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from router.requests.output import OutToken
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
 from router.texts.detokenizer import Detokenizer, TokenDecoder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Role

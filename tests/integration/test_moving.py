@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.testing.live import LiveWorkers
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until as within
 from tandem.config.engine import EngineSpec

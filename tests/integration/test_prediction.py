@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.requests.output import Usage
+from router.requests.raw_request import RawRequest, RawSampling
 from router.requests.recording.replay import Replay, ReplayReport
-from router.requests.validation import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until
 from tandem.config.engine import EngineSpec

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app as command_line
+from router.requests.raw_request import RawRequest, RawSampling
 from router.requests.recording.replay import Replay, ReplayReport
-from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.config.engine import EngineSpec
 from tandem.config.router import Disaggregation, RouterSpec

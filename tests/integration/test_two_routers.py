@@ -21,7 +21,7 @@ import pytest_asyncio
 from cluster.testing.live import FakeController, LiveWorkers, workers
 from router.app import RouterApp
 from router.policies.types import Candidate
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.index import RedisServer
 from router.testing.stub_worker import until
 from router.workers.fleet import Worker

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.service import RouterService
 from tandem.grammar.constraint import json_schema
 from tandem.request import SamplingParams

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from router.edge.openai.embeddings import SAMPLING as EMBEDS
-from router.requests.validation import RawRequest
+from router.requests.raw_request import RawRequest
 from router.testing.stub_worker import until
 from tandem.config.model import Role
 from tandem.engine.api import EngineRequest

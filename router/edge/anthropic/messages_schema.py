@@ -19,7 +19,7 @@ from router.edge.strict_model import (
     refuse_unsupported,
     unsupported,
 )
-from router.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
+from router.requests.raw_request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, RawRequest, RawSampling
 from router.texts.chat import (
     MAX_CALLS,
     MAX_MESSAGES,

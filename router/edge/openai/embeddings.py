@@ -21,7 +21,7 @@ from router.edge.json_slices import on_demand, one_by_one
 from router.edge.openai.answer_schema import AnswerStruct, Count
 from router.edge.openai.request_schema import CacheSalt, checked_prompts, listed
 from router.edge.strict_model import Items, Neutral, StrictModel, at_most, equals, never, refuse_unsupported
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from tandem.errors import InputError, InternalError
 
 MAX_INPUTS = 2048  # of a call, as in OpenAI's API

@@ -25,7 +25,7 @@ from router.edge.strict_model import (
     refuse_unsupported,
     unsupported,
 )
-from router.requests.validation import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
+from router.requests.raw_request import MAX_CACHE_SALT_CHARS, RawRequest, RawSampling
 from router.texts.chat import Chat, Effort
 from tandem.errors import InputError, shown
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
@@ -72,7 +72,7 @@ class Prediction(StrictModel):
 
 class _GenerationRequest(ConstraintFields):
     """Ranges that all edges share are checked by `tandem.request.SamplingParams`; stop strings by
-    `router.requests.validation`."""
+    `router.requests.serving_model`."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)

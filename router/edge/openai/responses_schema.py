@@ -42,7 +42,7 @@ from router.edge.strict_model import (
     type_of,
     unsupported,
 )
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.texts.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,

@@ -25,8 +25,8 @@ from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import Final, TextPiece
 from router.requests.protocols import Assembler
+from router.requests.raw_request import ValidRequest
 from router.requests.state_machine import RequestRun
-from router.requests.validation import ValidRequest
 from router.testing.scenario import TextlessAssembler
 from router.testing.stub_worker import BLOCK_BYTES, BLOCK_TOKENS, RECEIVED, SENT, TOTAL_BLOCKS
 from router.workers.fleet import ROLES, Fleet, Worker

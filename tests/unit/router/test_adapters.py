@@ -8,7 +8,7 @@ from typing import Any, cast
 import openai
 import pytest
 
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.errors import ErrorCode
 from tandem.kvcache.blockhash import HashKey, hash_blocks

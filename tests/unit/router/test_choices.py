@@ -12,7 +12,7 @@ import pytest
 
 from router import service
 from router.requests import answer_limits
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.stub_worker import until
 from tandem.config.router import Disaggregation, RouterSpec
 from tests.unit.router.conftest import Cluster

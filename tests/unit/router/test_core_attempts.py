@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.requests.output import OutputAssembler
-from router.requests.validation import ValidRequest
+from router.requests.raw_request import ValidRequest
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.errors import NoWorker, WorkerLost
 from tandem.request import FinishReason, RequestState, SamplingParams

@@ -20,17 +20,11 @@ from router.edge.body_parsing import MAX_KEYS
 from router.edge.limits.bodies import EXEMPT_BYTES
 from router.edge.openai.answer_format import ChatFormat, CompletionFormat
 from router.edge.openai.request_schema import MAX_CHOICES, UsageEvents
-from router.requests import answer_limits, validation
+from router.requests import answer_limits, serving_model
 from router.requests.answers import Answers, Arrival, SubmittedRequest, WholeAnswer
 from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
-from router.requests.validation import (
-    INLINE_PROMPT_CHARS,
-    MAX_CACHE_SALT_CHARS,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    ServingModel,
-    ValidRequest,
-)
+from router.requests.raw_request import MAX_CACHE_SALT_CHARS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, ValidRequest
+from router.requests.serving_model import INLINE_PROMPT_CHARS, ServingModel
 from router.texts.chat import MAX_MESSAGES, Chat, Message
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.engine.api import TokenLogprob
@@ -158,7 +152,7 @@ async def test_a_cost_is_answered_up_to_its_bound_and_refused_by_name_beyond_it(
     cluster: Cluster, cost: Cost, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in cost.bounds.items():
-        monkeypatch.setattr(validation if name == "MAX_PROMPT_SCORES" else answer_limits, name, value)
+        monkeypatch.setattr(serving_model if name == "MAX_PROMPT_SCORES" else answer_limits, name, value)
     cluster.says(ANSWER)
     body = {"model": MODEL, **cost.make(cost.bound + more)}
     reply = await cluster.http.post(cost.path, json=body)
@@ -377,5 +371,5 @@ def test_a_stream_gives_what_the_whole_answers_hold_in_whatever_order_its_choice
     ids=["a setting of its template", "a wish", "empty messages"],
 )
 def test_a_chat_that_is_long_to_render_is_rendered_in_a_thread(chat: Chat) -> None:
-    assert not validation._is_short(chat)
-    assert validation._is_short(Chat((Message("user", "Hi"),), settings={"enable_thinking": False}))
+    assert not serving_model._is_short(chat)
+    assert serving_model._is_short(Chat((Message("user", "Hi"),), settings={"enable_thinking": False}))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.requests.output import MAX_UNREAD_PIECES
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec

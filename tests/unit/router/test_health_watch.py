@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from router.workers.health import HealthState
 from tandem.config.model import Role

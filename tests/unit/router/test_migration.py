@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.requests.output import Final
-from router.requests.validation import RawRequest, RawSampling
+from router.requests.raw_request import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script, until
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from router.requests.output import Usage
+from router.requests.raw_request import RawRequest, RawSampling
 from router.requests.timeline import ProposalCounts
-from router.requests.validation import RawRequest, RawSampling
 from router.testing.stub_worker import StubWorker, script
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec

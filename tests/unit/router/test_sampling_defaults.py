@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.validation import sampling_defaults
+from router.requests.serving_model import sampling_defaults
 from tandem.errors import CheckpointError
 from tandem.testing.models import write_tiny_llama
 from tests.unit.router.conftest import Cluster

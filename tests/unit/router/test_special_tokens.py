@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from router.requests.validation import ServingModel
+from router.requests.serving_model import ServingModel
 from router.texts.chat import Chat, Message
 from tandem.config.launch import ServedModel
 from tandem.config.model import SpecialTokens

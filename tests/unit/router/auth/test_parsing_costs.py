@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from router.admission import parse_threads
-from router.requests.validation import ServingModel
+from router.requests.serving_model import ServingModel
 from router.testing.stub_worker import until
 from tandem.config.auth import LimitsSpec
 from tandem.config.router import RouterSpec

@@ -1,4 +1,4 @@
-"""Parses and validates client requests into one type for both edges.
+"""The router's part of one served model: parses and validates the requests of every API into one type.
 
 Long prompts are tokenized and hashed in a thread, so that they do not delay the tokens of other requests.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +18,17 @@ import msgspec
 from router.admission.parse_threads import ParseThreads
 from router.model_formats.registry import formats_of
 from router.request_ids import new_request_id
+from router.requests.raw_request import (
+    CHARS_PER_TOKEN_OFTEN,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    PREDICTION,
+    Prompt,
+    RawRequest,
+    RawSampling,
+    ValidRequest,
+    prompt_chars,
+)
 from router.texts.chat import Chat
 from router.texts.chat_model import AnswerReading, ChatModel, RenderedChat
 from router.texts.detokenizer import stop_automaton
@@ -31,102 +41,20 @@ from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
 from tandem.images import ExpandedPrompt, PromptImage, check_spans
-from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
+from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.special_texts import encode_marked
 from tandem.text.tokenizer import Tokenizer
-from tandem.v1 import worker_pb2
-from worker.wire import sampling_frame
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
-MAX_CACHE_SALT_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
 INLINE_STOP_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: tokens x (1 + alternatives per token)
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by generation_config.json
-PREDICTION = "prediction"  # the field's name in all APIs that have it
-CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
-
-Prompt = str | tuple[int, ...] | Chat
 Expand = Callable[[Sequence[int], Sequence[bytes]], Awaitable[ExpandedPrompt]]  # as `ImageExpander.expand`, of a model
-
-
-class RawSampling(msgspec.Struct, frozen=True):  # several per request: created faster than a frozen dataclass
-    """Sampling fields from the client; None: absent."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    may_fill_context: bool = False  # max_tokens may be more than what the prompt leaves of the context
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
-    min_tokens: int = 0
-    embeds: bool = False
-
-
-class RawRequest(msgspec.Struct, frozen=True):
-    model: str
-    prompt: Prompt
-    sampling: RawSampling
-    session: str = ""  # the client's name for requests that share a prefix
-    cache_salt: str = ""  # only requests with the same salt share cached blocks
-    echo: bool = False  # the prompt's text goes before the answer
-    prediction: str | tuple[int, ...] | None = None  # of the answer
-
-
-class ValidRequest(msgspec.Struct, frozen=True):
-    request_id: str
-    model: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stop: tuple[str, ...]
-    block_hashes: tuple[BlockHash, ...]
-    block_tokens: int
-    cache_salt: bytes = b""
-    adapter: str = ""  # its fingerprint
-    adapter_name: str = ""
-    session: bytes | None = None  # digest
-    echo: str | None = None  # text that goes before the answer
-    reading: AnswerReading | None = None  # of a chat whose answer may have reasoning or calls
-    prediction: tuple[int, ...] | None = None  # of the answer; in no block hash
-    images: tuple[PromptImage, ...] = ()
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    def work(self, wire_id: str, answer: Sequence[int], trace_id: str = "") -> worker_pb2.Work:
-        """The work of one attempt that continues after the tokens of `answer`. `trace_id`: for the worker's logs."""
-        sampling, given = self.sampling, len(answer)
-        if given:
-            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
-        return worker_pb2.Work(
-            request_id=wire_id,
-            prompt=[*self.prompt, *answer],
-            sampling=sampling_frame(sampling),
-            cache_salt=self.cache_salt,
-            adapter=self.adapter,
-            answer_tokens=given,
-            trace_id=trace_id,
-            prediction=self.prediction or (),
-            images=[worker_pb2.Image(start=each.start, tokens=each.tokens, data=each.data) for each in self.images],
-        )
 
 
 class _Prompted(msgspec.Struct, frozen=True):
@@ -437,13 +365,6 @@ def sampling_defaults(model_dir: Path) -> RawSampling:
     return RawSampling(**number)
 
 
-def renamed(error: InputError, field: str) -> InputError:
-    """Of a prompt that has another name for the client."""
-    if error.field != "prompt":
-        return error
-    return type(error)(error.message.replace("prompt:", f"{field}:", 1), field=field)
-
-
 def _session(name: str, cache_salt: bytes) -> bytes:
     """The salt as key separates sessions of the same name of different tenants."""
     return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
@@ -479,10 +400,3 @@ def _is_short(prompt: Prompt) -> bool:
         if isinstance(prompt, tuple)
         else (prompt_chars(prompt) <= INLINE_PROMPT_CHARS)
     )
-
-
-def prompt_chars(prompt: Prompt) -> int:
-    """What it costs to parse: its characters, or those that its token ids often stand for."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return prompt.chars if isinstance(prompt, Chat) else CHARS_PER_TOKEN_OFTEN * len(prompt)
