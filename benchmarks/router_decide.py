@@ -125,7 +125,7 @@ def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> fl
         block_hashes=fresh,
         block_tokens=BLOCK_TOKENS,
     )
-    assembler = OutputAssembler(app.service.models[MODEL].tokenizer, prompt, (), frozenset())
+    assembler = OutputAssembler(app.service.models.by_name[MODEL].tokenizer, prompt, (), frozenset())
     run = RequestRun(request, assembler, RequestTerms("interactive"), time.monotonic(), max_migrations=0)
     began_s = time.perf_counter()
     placement = app.dispatcher.core.placer.decide(run)

@@ -48,6 +48,7 @@ from router.requests.facts import Facts
 from router.requests.image_expansion import ImageExpander
 from router.requests.recording.files import RecordingFiles
 from router.requests.serving_model import ServingModel
+from router.served_models import ServedModels
 from router.service import RouterService
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
@@ -152,18 +153,19 @@ class RouterApp:
             clock,
             lambda refused: self.metrics.rejected("", refused.code),
         )
+        images = ImageExpander(self.dispatcher, LARGEST_BODIES * launch.router.max_body_bytes)
+        models = {model.name: ServingModel.load(model) for model in launch.models}
         sample_ratio = launch.observability.tracing.sample_ratio if self._export else None
         return RouterService(
             cluster=launch.cluster,
             router_id=launch.router_id,
-            models={model.name: ServingModel.load(model) for model in launch.models},
+            models=ServedModels(models, self._readiness, images),
             dispatcher=self.dispatcher,
             metrics=self.metrics,
             executor=self._executor,
-            readiness=self._readiness,
             terms=TermsParser(launch.router.classes, clock, TraceSampler(sample_ratio)),
             calls=self._calls,
-            images=ImageExpander(self.dispatcher, LARGEST_BODIES * launch.router.max_body_bytes),
+            images=images,
         )
 
     def _new_snapshots(self) -> SnapshotSource:
@@ -299,7 +301,7 @@ class RouterApp:
     def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
         self._scraped.set_directory(directory)
-        self.service.set_adapters(directory.adapters)
+        self.service.models.set_adapters(directory.adapters)
         fleet.set_adapters(directory.adapters)
         fleet.set_directory(directory.workers)
         if self._follower is not None:

@@ -1,10 +1,10 @@
-"""The router's API for all edges: models, submission of raw requests, readiness. Edges only translate protocols."""
+"""The router's API for all edges: submission of raw requests, tokens, readiness. Edges only translate protocols."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +17,6 @@ from router.auth.call import Call
 from router.auth.call_gate import CallGate
 from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
-from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
 from router.request_terms import RequestTerms, TermsParser
 from router.requests.answer_limits import check_answers, check_predictions, fit_logprobs
@@ -26,24 +25,22 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.image_expansion import ImageExpander
 from router.requests.raw_request import CHARS_PER_TOKEN_OFTEN, Prompt, RawRequest, ValidRequest, prompt_chars, renamed
 from router.requests.serving_model import ServingModel
+from router.served_models import ServedModels
 from router.texts.chat import Chat
 from tandem.errors import (
     DeadlineExceeded,
     InputError,
-    ModelNotFound,
     OverloadedError,
     RateLimited,
     TandemError,
     UnavailableError,
 )
-from tandem.v1 import cluster_pb2
 
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
 BIAS_TOKENS = 8  # likewise for an entry of logit_bias
 BYTES_PER_TOKEN = 64  # likewise of an image
 IMAGE_TOKENS = 256  # that one often has, before it is known
-SHOWN_MODELS, SHOWN_CHARS = 10, 100  # by an error
 PART_TOKENS = 4096  # of a part: what a busy worker takes a few seconds for
 PART_WAIT_S = 60.0  # without a deadline, for room in the queue
 PART_RETRY_S = 0.1
@@ -56,19 +53,17 @@ class RouterService:
         *,
         cluster: str,
         router_id: str,
-        models: Mapping[str, ServingModel],
+        models: ServedModels,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         executor: Executor,
-        readiness: Readiness,
         terms: TermsParser,
         calls: CallGate,
         images: ImageExpander,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
-        self.models = models  # with their adapters
-        self._bases = models
+        self.models = models
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
@@ -76,47 +71,7 @@ class RouterService:
         self.calls = calls
         self._images = images
         self.is_leaving = False  # it still serves, but no more clients should come
-        self._readiness = readiness
         self._terms = terms
-
-    def set_adapters(self, adapters: Iterable[cluster_pb2.ModelAdapter]) -> None:
-        """Serves these, as models of their own names."""
-        made = {
-            each.name: base.with_adapter(each.name, each.fingerprint)
-            for each in adapters
-            if each.served and (base := self._bases.get(each.model)) is not None
-        }
-        self.models = {**self._bases, **{name: model for name, model in made.items() if name not in self._bases}}
-
-    def models_for(self, call: Call | None) -> Mapping[str, ServingModel]:
-        """The models the caller may use. Answers never mention others."""
-        if call is None or call.principal.models is None:
-            return self.models
-        return {name: model for name, model in self.models.items() if call.principal.may_use(name)}
-
-    def input_modalities(self, model: ServingModel) -> list[str]:
-        """Of its engines that are known at present."""
-        return ["text", "image"] if self._images.taken_by(model.base) else ["text"]
-
-    def model(self, name: str, call: Call | None = None, *, required: bool = True) -> ServingModel:
-        """Raises ModelNotFound. An empty name means the only model, without an adapter, unless `required`."""
-        models = self.models_for(call)
-        if not name and not required:
-            bases = [each for each in models.values() if not each.adapter]
-            if len(bases) == 1:
-                return bases[0]
-        found = models.get(name)
-        if found is None:
-            names = [repr(each) for each in models]
-            served = ", ".join(names[:SHOWN_MODELS]) or "none"
-            if len(names) > SHOWN_MODELS:
-                served += f" and {len(names) - SHOWN_MODELS} more"
-            raise ModelNotFound(f"model: expected one of {served}, got {name[:SHOWN_CHARS]!r}", field="model")
-        return found
-
-    def check_tokens(self, name: str, count: int, call: Call | None = None, *, field: str = "prompt") -> None:
-        """Checks the number of token ids before any is parsed. Raises ModelNotFound, ContextExceeded."""
-        self.model(name, call, required=False).check_tokens(field, count)
 
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
@@ -250,7 +205,7 @@ class RouterService:
     ) -> tuple[ServingModel, ValidRequest]:
         with self.rejections_of(raw.model, DeadlineExceeded, RateLimited, UnavailableError):
             call = None if terms is None else terms.call
-            model = self.model(raw.model, call, required=model_required)
+            model = self.models.find(raw.model, call, required=model_required)
             if call is not None:
                 call.request_id = request_id
                 call.name_model(model.name)
@@ -315,7 +270,7 @@ class RouterService:
 
     def _bill_tokens(self, name: str, tokens: int, call: Call | None) -> ServingModel:
         """The model of a call that submits no request. Raises ModelNotFound, RateLimited."""
-        model = self.model(name, call, required=False)
+        model = self.models.find(name, call, required=False)
         if call is not None:
             call.check_prompt(tokens)
             call.add_prompt(model.name, tokens)
@@ -323,8 +278,7 @@ class RouterService:
 
     def rejected(self, model: str, error: TandemError) -> None:
         """Counts a request that an edge refused before submission; that of an adapter for its model."""
-        found = self.models.get(model)
-        self.metrics.rejected(model if found is None else found.base, error.code)
+        self.metrics.rejected(self.models.base_name(model), error.code)
 
     @contextmanager
     def rejections_of(self, model: str, *others: type[TandemError]) -> Iterator[None]:
@@ -336,17 +290,12 @@ class RouterService:
             self.rejected(model, error)
             raise
 
-    def model_ready(self, name: str) -> bool:
-        """Of an adapter's name: whether its model is ready."""
-        model = self.models.get(name)
-        return model is not None and self._readiness.is_ready(model.base)
-
     @property
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is neither leaving nor draining."""
         if self.is_leaving or self.dispatcher.draining:
             return False
-        return any(self.model_ready(name) for name in self._bases)
+        return self.models.any_ready
 
 
 def _parts(parsed: Sequence[Parsed], most: int) -> list[list[Parsed]]:

@@ -67,7 +67,7 @@ class RouterView:
             taken_unix_s=now_unix_s,
             up_s=up_s,
             ready=is_ready,
-            models=list(self._service.models),
+            models=list(self._service.models.by_name),
             controller=False,
             routers=[snapshot.RouterRow(self._service.router_id, "ready" if is_ready else "not_ready")],
             workers=workers,

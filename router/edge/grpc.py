@@ -103,11 +103,11 @@ class InferenceEdge(InferenceServicer):
                 name=model.name,
                 max_model_tokens=model.max_model_tokens,
                 vocab_tokens=model.vocab_tokens,
-                ready=self._service.model_ready(model.name),
+                ready=self._service.models.is_ready(model.name),
                 parent=model.base if model.adapter else "",
-                input_modalities=self._service.input_modalities(model),
+                input_modalities=self._service.models.input_modalities(model),
             )
-            for model in self._service.models_for(call_of(context)).values()
+            for model in self._service.models.usable_by(call_of(context)).values()
         ]
         return pb.ListModelsResponse(models=cards)
 
@@ -125,9 +125,9 @@ class InferenceEdge(InferenceServicer):
         if terms.call is not None:
             terms.call.name_model(request.model)
         with self._service.rejections_of(request.model):
-            self._service.check_tokens(request.model, len(request.token_ids.ids), terms.call)
+            self._service.models.check_tokens(request.model, len(request.token_ids.ids), terms.call)
             predicted = len(request.prediction.token_ids.ids)
-            self._service.check_tokens(request.model, predicted, terms.call, field=PREDICTION)
+            self._service.models.check_tokens(request.model, predicted, terms.call, field=PREDICTION)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
             size = request.chat.ByteSize() + request.constraint.ByteSize()  # they hold JSON
             return await self._service.threads.parse(terms.tenant, size, partial(_raw, request))

@@ -65,6 +65,7 @@ from router.request_ids import RequestIds
 from router.request_terms import RequestTerms
 from router.requests.answers import Answers
 from router.requests.raw_request import RawRequest, renamed
+from router.requests.serving_model import ServingModel
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
 from tandem.errors import InputError, InternalError, RequestCancelled, TandemError
@@ -206,7 +207,7 @@ class HttpEdge:
         terms = self._service.terms(request.headers.get, call=call)
         parsed, raws = await self._bodies.parsed(request, kind, kind.parse)
         with self._service.rejections_of(parsed.model):
-            model = self._service.model(parsed.model, call)
+            model = self._service.models.find(parsed.model, call)
             parsed.check_size(model.hidden_size)
         connection: Connection = request.scope[SCOPE_KEY]
         found: list[bytes] = []
@@ -252,18 +253,19 @@ class HttpEdge:
 
     async def tokenizer_info(self, request: Request) -> Response:
         name = request.query_params.get("model", "")
-        model = self._service.model(name, call_of(request.scope), required=False)
+        model = self._service.models.find(name, call_of(request.scope), required=False)
         return JsonResponse(msgspec.convert(model.tokenizer_info(), TokenizerInfo))
 
     async def openapi(self, request: Request) -> Response:
         return Response(_openapi_json(), media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        models = self._service.models_for(call_of(request.scope))
-        return JsonResponse(ModelList(data=[self._card(name) for name in models]))
+        models = self._service.models.usable_by(call_of(request.scope))
+        return JsonResponse(ModelList(data=[self._card(model) for model in models.values()]))
 
     async def model(self, request: Request) -> Response:
-        return JsonResponse(self._card(self._service.model(request.path_params["name"], call_of(request.scope)).name))
+        model = self._service.models.find(request.path_params["name"], call_of(request.scope))
+        return JsonResponse(self._card(model))
 
     async def health(self, request: Request) -> Response:
         return JsonResponse(StatusAnswer("ok"))
@@ -285,12 +287,11 @@ class HttpEdge:
 
         return answer
 
-    def _card(self, name: str) -> ModelCard:
-        model = self._service.models[name]
+    def _card(self, model: ServingModel) -> ModelCard:
         return ModelCard(
-            id=name,
+            id=model.name,
             max_model_len=model.max_model_tokens,
-            input_modalities=self._service.input_modalities(model),
+            input_modalities=self._service.models.input_modalities(model),
             parent=model.base if model.adapter else msgspec.UNSET,
         )
 

@@ -44,8 +44,8 @@ class OipEdge(GRPCInferenceServiceServicer):
         return oip.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Any) -> oip.ModelReadyResponse:
-        known = request.name in self._service.models_for(call_of(context)) and request.version in ("", VERSION)
-        return oip.ModelReadyResponse(ready=known and self._service.model_ready(request.name))
+        known = request.name in self._service.models.usable_by(call_of(context)) and request.version in ("", VERSION)
+        return oip.ModelReadyResponse(ready=known and self._service.models.is_ready(request.name))
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Any) -> oip.ServerMetadataResponse:
         return oip.ServerMetadataResponse(
@@ -55,7 +55,7 @@ class OipEdge(GRPCInferenceServiceServicer):
         )
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Any) -> oip.ModelMetadataResponse:
-        model = self._service.model(request.name, call_of(context))
+        model = self._service.models.find(request.name, call_of(context))
         _check_version(request.version)
         return oip.ModelMetadataResponse(
             name=model.name,
@@ -66,14 +66,15 @@ class OipEdge(GRPCInferenceServiceServicer):
         )
 
     async def ModelConfig(self, request: oip.ModelConfigRequest, context: Any) -> oip.ModelConfigResponse:
-        model = self._service.model(request.name, call_of(context))
+        model = self._service.models.find(request.name, call_of(context))
         _check_version(request.version)
         return oip.ModelConfigResponse(config=model_config(model.name, PLATFORM))
 
     async def ModelStatistics(self, request: oip.ModelStatisticsRequest, context: Any) -> oip.ModelStatisticsResponse:
         call = call_of(context)
         _check_version(request.version)
-        names = [self._service.model(request.name, call).name] if request.name else self._service.models_for(call)
+        models = self._service.models
+        names = [models.find(request.name, call).name] if request.name else models.usable_by(call)
         reply = oip.ModelStatisticsResponse()
         for name in names:
             stats = reply.model_stats.add()
@@ -150,9 +151,10 @@ class OipEdge(GRPCInferenceServiceServicer):
     def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> InferRequest:
         if call is not None:
             call.name_model(request.model_name)
+        models = self._service.models
         with self._service.rejections_of(request.model_name):
             _check_version(request.model_version)
-            return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))
+            return parse_infer(request, lambda count: models.check_tokens(request.model_name, count, call))
 
 
 def _check_version(version: str) -> None:

@@ -104,7 +104,7 @@ class VllmEdge(InferenceServicer):
 
     def _model(self, request: pb.GenerateRequest, call: Call | None) -> ServingModel:
         """Raises InputError for an adapter of another model."""
-        found = self._service.model(model_of(request), call, required=False)
+        found = self._service.models.find(model_of(request), call, required=False)
         if request.lora_name and (not found.adapter or request.model not in ("", found.base, found.name)):
             raise InputError(
                 f"lora_name: expected an adapter of {request.model[:80] or 'a model'}, got {request.lora_name[:80]!r}",

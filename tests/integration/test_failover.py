@@ -179,7 +179,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     async with routed(model_dir, prefill=2, decode=2, engine=ENGINE) as live:
-        reference, decoder = reference_for(model_dir), live.app.service.models["tiny"].tokenizer
+        reference, decoder = reference_for(model_dir), live.app.service.models.by_name["tiny"].tokenizer
         # Prompts that no worker has cached, or a prefill worker could be done before it is killed.
         fresh = (asks_for(reference, decoder, seed=1000 * number) for number in count())
         for role in (Role.DECODE, Role.PREFILL):
@@ -205,7 +205,7 @@ async def test_a_frozen_engine_is_out_and_back_after_a_canary(
     counts = {"prefill": 1, "decode": 2} if role is Role.DECODE else {"prefill": 2, "decode": 1}
     async with routed(model_dir, **counts, engine=ENGINE) as live:
         fleet = live.app.dispatcher.fleet
-        asks = asks_for(reference_for(model_dir), live.app.service.models["tiny"].tokenizer)
+        asks = asks_for(reference_for(model_dir), live.app.service.models.by_name["tiny"].tokenizer)
         streams = [Stream() for _ in asks]
         pairs = list(zip(streams, asks, strict=True))
         running = [asyncio.create_task(stream.read(live.app.service, ask)) for stream, ask in pairs]

@@ -96,7 +96,7 @@ async def test_a_grammar_that_fails_ends_its_own_request_alone(routed: StartRout
     """Routers check grammars, so a worker meets one that fails only from a faulty router."""
     async with routed(tiny, prefill=1, decode=1, engine=ENGINE) as live:
         service = live.app.service
-        model = service.models["tiny"]
+        model = service.models.by_name["tiny"]
         parsed = await model.parse(RawRequest("tiny", tuple(PROMPTS[0]), RawSampling(**GREEDY)), service.threads)
         object.__setattr__(parsed.sampling, "grammar", "no grammar at all")
         failing = service.dispatcher.submit(model, parsed)

@@ -193,12 +193,12 @@ async def test_adapters_come_go_and_are_replaced_while_the_router_serves(bare: C
     bare.says("Hello")
     await bare.openai.completions.create(model="sql", prompt=PROMPT, max_tokens=1)
     await serve(bare, listed(sql=CHAT), SQL, CHAT)
-    models = bare.app.service.models
-    await until(lambda: bare.app.service.models is not models)
+    models = bare.app.service.models.by_name
+    await until(lambda: bare.app.service.models.by_name is not models)
     await bare.openai.completions.create(model="sql", prompt=PROMPT, max_tokens=1)
     assert [work.adapter for work in bare.prefill.works.values()] == [SQL, CHAT]
     await serve(bare, [], SQL, CHAT)
-    await until(lambda: "sql" not in bare.app.service.models)
+    await until(lambda: "sql" not in bare.app.service.models.by_name)
     with pytest.raises(openai.NotFoundError):
         await bare.openai.completions.create(model="sql", prompt=PROMPT)
     await bare.settled()
@@ -208,7 +208,7 @@ async def test_blocks_of_two_adapters_are_two(bare: Cluster) -> None:
     await serve(bare, listed(sql=SQL))
     service = bare.app.service
     base, sql = [
-        await service.models[name].parse(RawRequest(name, tuple(PROMPT), RawSampling()), service.threads)
+        await service.models.by_name[name].parse(RawRequest(name, tuple(PROMPT), RawSampling()), service.threads)
         for name in (MODEL, "sql")
     ]
     assert [*base.block_hashes] == hash_blocks(PROMPT, 16, HashKey("f"))
@@ -218,11 +218,11 @@ async def test_blocks_of_two_adapters_are_two(bare: Cluster) -> None:
 
 async def test_models_come_before_their_adapters_and_errors_name_few(bare: Cluster) -> None:
     await serve(bare, [each for number in range(20) for each in listed(served=True, **{f"a{number}": SQL})])
-    assert next(iter(bare.app.service.models)) == MODEL
+    assert next(iter(bare.app.service.models.by_name)) == MODEL
     with pytest.raises(openai.NotFoundError, match=r"'a8' and 11 more, got 'none'"):
         await bare.openai.completions.create(model="none", prompt=PROMPT)
 
 
 async def test_without_a_name_the_model_itself_answers(bare: Cluster) -> None:
     await serve(bare, listed(sql=SQL, chat=CHAT))
-    assert bare.app.service.model("", required=False).name == MODEL
+    assert bare.app.service.models.find("", required=False).name == MODEL

@@ -226,7 +226,7 @@ async def test_between_two_prompts_the_event_loop_is_free(cluster: Cluster) -> N
     cluster.says(ANSWER)
     parsed: list[int] = []
     turns: list[int] = []
-    loop, model = asyncio.get_running_loop(), cluster.app.service.models[MODEL]
+    loop, model = asyncio.get_running_loop(), cluster.app.service.models.by_name[MODEL]
     parse = model.tokens
 
     def count_turn() -> None:

@@ -49,6 +49,6 @@ async def test_each_token_of_a_batch_has_its_text_and_its_time(
         else:
             assert not chunk.text_ends
             texts.append(chunk.text)
-    model = cluster.app.service.models[MODEL].tokenizer
+    model = cluster.app.service.models.by_name[MODEL].tokenizer
     detokenizer = Detokenizer(model, model.encode("Hi", add_special_tokens=False))
     assert texts == [detokenizer.push(token) for token in tokens]
