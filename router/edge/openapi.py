@@ -25,8 +25,6 @@ from router.edge.openai.answer_schema import (
     ErrorBody,
     ModelCard,
     ModelList,
-    ResponseEvent,
-    ResponseObject,
     StatusAnswer,
     TokenizeAnswer,
     TokenizerInfo,
@@ -40,6 +38,7 @@ from router.edge.openai.embeddings import (
     ScoreRequest,
 )
 from router.edge.openai.request_schema import ChatCompletionRequest, CompletionRequest
+from router.edge.openai.responses_answer_schema import ResponseEvent, ResponseObject
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from router.idempotency.keyed_answers import HEADER

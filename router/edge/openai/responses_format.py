@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Any
 
 from router.edge.json_slices import ListMaker, json_pieces, on_demand
-from router.edge.openai.answer_schema import (
-    ChatTokenLogprob,
+from router.edge.openai.answer_schema import ChatTokenLogprob
+from router.edge.openai.logprobs import logprob_entries
+from router.edge.openai.responses_answer_schema import (
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
@@ -22,7 +23,6 @@ from router.edge.openai.answer_schema import (
     ResponseStatus,
     ResponseUsage,
 )
-from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_items import OutputItems
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.requests.answers import Answers, Arrival, WholeAnswer

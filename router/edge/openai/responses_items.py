@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.edge.json_slices import ListMaker, at_once, on_demand
-from router.edge.openai.answer_schema import (
+from router.edge.openai.answer_schema import ChatTokenLogprob
+from router.edge.openai.responses_answer_schema import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
-    ChatTokenLogprob,
     ContentPartEvent,
     CustomToolCallItem,
     FunctionCallItem,
