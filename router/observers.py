@@ -12,7 +12,7 @@ from router.observe.pace_observer import PaceObserver
 from router.observe.request_log import RequestLog
 from router.observe.request_tap import RequestTap
 from router.observe.statistics_meter import StatisticsMeter
-from router.observe.trace import Traces
+from router.observe.trace_store import Traces
 from router.probes.health_from_requests import HealthFromRequests
 from router.requests.core import RequestCore
 from router.requests.facts import Facts

@@ -12,7 +12,7 @@ from typing import TypeVar
 import grpc.aio
 
 from router.edge.controller_api import SECRET_KEY
-from router.observe.trace import DEFAULT_LISTED
+from router.observe.trace_store import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel

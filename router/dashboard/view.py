@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from router.dashboard import cluster_status, figures, snapshot
 from router.dashboard.events import DashboardEvent
 from router.dashboard.feed import Decision, Feed
-from router.observe.trace import Trace, Traces
+from router.observe.trace import Trace
+from router.observe.trace_store import Traces
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.requests.dispatcher import Dispatcher

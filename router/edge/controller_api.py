@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from router.observe.request_tap import RequestTap
-from router.observe.trace import MAX_TRACES, TraceStore
+from router.observe.trace_store import MAX_TRACES, TraceStore
 from tandem.errors import TandemError, Unauthenticated
 from tandem.rpc.grpc_errors import abort
 from tandem.v1 import trace_pb2

@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from router.observe.span_tree import span_tree
-from router.observe.trace import Trace, Traces
+from router.observe.trace import Trace
+from router.observe.trace_store import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts
 from tandem.config.observability import TracingSpec

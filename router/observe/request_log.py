@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict
 
 from kvtransfer.causes import HandoffFault
-from router.observe.trace import Traces
+from router.observe.trace_store import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts, Requeued
 from router.requests.state_machine import RequestRun

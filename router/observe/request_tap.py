@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from router.observe.trace import Traces
+from router.observe.trace_store import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts
 from router.requests.state_machine import RequestRun

@@ -12,7 +12,8 @@ from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.metrics.prefix_index import IndexCollector
 from router.observe.metrics.queue import QueueCollector
 from router.observe.slo import NO_ROOM, SloCollector, SloOutcome, slo_outcome
-from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
+from router.observe.trace import Span, Stage, overlap_share, received_spans, sent_spans
+from router.observe.trace_store import Traces
 from router.policies.types import PlacementReason
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror

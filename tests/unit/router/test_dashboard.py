@@ -14,7 +14,7 @@ import pytest
 
 from router.dashboard.routes import STATIC
 from router.dashboard.snapshot import VERSION, RequestTimeline, Snapshot
-from router.observe.trace import MAX_TRACES
+from router.observe.trace_store import MAX_TRACES
 from router.testing.stub_worker import until
 from tandem.config.router import RouterSpec
 from tandem.testing.models import FakeClock

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.cli.commands.replay import run_replay
-from router.observe.trace import Traces
+from router.observe.trace_store import Traces
 from router.policies.pace_estimates import Estimates
 from router.policies.placement import named_policy
 from router.policies.types import Candidate, PlacementQuery

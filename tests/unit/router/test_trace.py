@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from router.observe.trace import Stage, Trace, TraceStore
+from router.observe.trace import Stage, Trace
+from router.observe.trace_store import TraceStore
 from router.requests.output import Usage
 from router.workers.clock_offset import DRIFT, ClockOffset
 from tandem.errors import ErrorCode, KvExhausted, NotFound
