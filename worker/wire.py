@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
-from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
+from tandem.engine.api import Capability, EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
 from tandem.rpc.versions import Versions
-from tandem.v1 import inference_pb2, worker_pb2
+from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 
 PROTOCOL_VERSION = 4  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume; 4: grammar, min_tokens
 VERSIONS = Versions(PROTOCOL_VERSION, oldest_protocol=3)
@@ -22,6 +22,13 @@ FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
+
+
+def lacks(info: cluster_pb2.WorkerInfo) -> frozenset[Capability]:
+    """What the worker's engine cannot do."""
+    if not info.HasField("can"):  # from before there were any
+        return frozenset({Capability.EMBEDDINGS, Capability.IMAGES})
+    return frozenset(each for each in Capability if each.value not in info.can.names)
 
 
 def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:

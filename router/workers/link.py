@@ -10,27 +10,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Protocol
 
 import grpc
 
 from router.prefix_index.mirror import WorkerKey
 from router.workers.clock_offset import ClockOffset
+from router.workers.expansions import Expansion, Expansions
 from router.workers.frame_queue import FrameQueue
 from router.workers.meter_history import MeterHistory
 from router.workers.silence_limit import Progress
 from tandem.backoff import Backoff
-from tandem.engine.api import Capability
-from tandem.errors import IncompatibleVersions, TandemError, WorkerDied, WorkerLost
-from tandem.images import ExpandedPrompt
+from tandem.errors import IncompatibleVersions, WorkerDied, WorkerLost
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity
 from tandem.rpc.versions import ProtocolRange, common_version, stated_versions
 from tandem.v1 import cluster_pb2, worker_pb2
-from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS, parse_expanded
+from worker.wire import BEFORE_RANGES, GRAMMAR_SINCE, VERSIONS, lacks
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +82,6 @@ class LinkListener(Protocol):
         """The worker got a request from this router, and had none before."""
 
 
-def lacks(info: cluster_pb2.WorkerInfo) -> frozenset[Capability]:
-    """What the worker's engine cannot do."""
-    if not info.HasField("can"):  # from before there were any
-        return frozenset({Capability.EMBEDDINGS, Capability.IMAGES})
-    return frozenset(each for each in Capability if each.value not in info.can.names)
-
-
 class _LinkBroken(Exception):
     pass
 
@@ -117,8 +108,7 @@ class WorkerLink:
         self._offset = ClockOffset()
         self._late: dict[str, RequestSink] = {}  # detached, awaiting a report
         self._stalled: list[RequestSink] = []  # taken off since the last progress
-        self._expansions: dict[str, asyncio.Future[ExpandedPrompt]] = {}
-        self._expansion_ids = count()
+        self._expansions = Expansions()
         self._outbox = FrameQueue(takes_batches=False)
         self.takes_grammars = False  # older workers do not support them; nor `min_tokens`
         self._wake = asyncio.Event()
@@ -172,21 +162,17 @@ class WorkerLink:
         """Prompts with images that it expands for this router."""
         return len(self._expansions)
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[str, asyncio.Future[ExpandedPrompt]]:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[str, Expansion]:
         """Asks how the worker's model reads these images. Returns the wire id, which `cancel` takes, and the answer:
         InputError, or WorkerLost with the link, as which it also raises without one."""
         if not self.ready:
             raise self._lost_error(WorkerLost, "there is no link")
-        wire_id = f"images-{next(self._expansion_ids)}"
-        asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images)
-        answer: asyncio.Future[ExpandedPrompt] = asyncio.get_running_loop().create_future()
         began = self.idle
-        self._expansions[wire_id] = answer
-        answer.add_done_callback(lambda _: self._expansions.pop(wire_id))
+        asked, answer = self._expansions.ask(prompt, images)
         if began:
             self._work_began()
-        self.send(wire_id, worker_pb2.RouterFrame(expand_images=asked))
-        return wire_id, answer
+        self.send(asked.request_id, worker_pb2.RouterFrame(expand_images=asked))
+        return asked.request_id, answer
 
     def cancel(self, wire_id: str) -> None:
         self.send(wire_id, worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
@@ -200,16 +186,11 @@ class WorkerLink:
             del self._sinks[wire_id]
         self._stalled += leaving.values()
         error = self._lost_error(WorkerLost, reason)
-        for wire_id in self._expansions:
+        for wire_id in self._expansions.wire_ids():
             self.cancel(wire_id)
-        self._fail_expansions(error)
+        self._expansions.fail(error)
         self._for_each([*leaving.values()], lambda sink: sink.on_stalled(self, error))
         return len(leaving)
-
-    def _fail_expansions(self, error: WorkerLost) -> None:
-        for answer in [*self._expansions.values()]:
-            if not answer.done():
-                answer.set_exception(error)
 
     def _end_stall(self, *, died: bool) -> None:
         stalled, self._stalled = self._stalled, []
@@ -345,11 +326,7 @@ class WorkerLink:
             elif not held.held:  # the move succeeded although its source has not heard so
                 self.cancel(held.request_id)
         for expanded in frame.expanded:
-            if (answer := self._expansions.get(expanded.request_id)) is not None and not answer.done():
-                try:
-                    answer.set_result(parse_expanded(expanded))
-                except TandemError as error:
-                    answer.set_exception(error)
+            self._expansions.take(expanded)
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
@@ -400,7 +377,7 @@ class WorkerLink:
     def _report_lost(self, reason: str, kind: type[WorkerLost] = WorkerLost) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = self._lost_error(kind, reason)
-        self._fail_expansions(error)
+        self._expansions.fail(error)
         self._for_each(sinks, lambda sink: sink.on_lost(self, error))
 
     def _lost_error(self, kind: type[WorkerLost], reason: str) -> WorkerLost:

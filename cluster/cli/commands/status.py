@@ -19,11 +19,11 @@ from cluster.cli.console import console, fitted
 from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
 from router.policies.types import PlacementReason
-from router.workers.link import lacks
 from tandem.engine.api import Capability
 from tandem.errors import UnavailableError
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from worker.wire import lacks
 
 ROUTERS_TIMEOUT_S = 3.0
 SHOWN_DECISIONS = 5

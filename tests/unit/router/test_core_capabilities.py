@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.workers.link import lacks
 from tandem.engine.api import Capability
 from tandem.errors import ErrorCode
 from tandem.request import SamplingParams
 from tandem.v1 import cluster_pb2
 from tests.unit.router.core_cluster import CoreCluster
+from worker.wire import lacks
 
 CONSTRAINED = SamplingParams(max_tokens=4, grammar="{}")
 SCORED = SamplingParams(max_tokens=4, prompt_logprobs=1)
