@@ -122,7 +122,7 @@ class RequestCore:
         else:
             self._recorder.on(run, event, self._clock.now_s())
         run.carry_out(self.perform)
-        if self._held and run in self._held and not run.awaits_suspects:
+        if self._held and run in self._held and not run.deaths.awaits_suspects:
             self._held.discard(run)
             self._queue_again(run)
 
@@ -228,7 +228,7 @@ class RequestCore:
     def _put_back(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
         self.facts.publish(run, Requeued(cause, refused), run.now_s)
         self.placer.release(run)
-        if run.awaits_suspects:
+        if run.deaths.awaits_suspects:
             self._held.add(run)  # not in the queue, whose head all others wait for
         else:
             self._queue_again(run, cause if refused else None)

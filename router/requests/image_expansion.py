@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from router.admission.parse_threads import FairSlots
 from router.prefix_index.mirror import WorkerKey
+from router.requests.deaths import MAX_DEATHS
 from router.requests.dispatcher import Dispatcher
-from router.requests.retries import MAX_DEATHS
 from router.workers.fleet import Worker
 from tandem.config.model import Role
 from tandem.engine.api import Capability

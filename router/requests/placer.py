@@ -125,7 +125,7 @@ class Placer:
 
         Workers that refused or failed it are avoided while others can take it. Changes `run.excluded` alone.
         """
-        if run.stays_when_stalled and (apart := self._workers_of_suspects()):
+        if run.deaths.is_suspected and (apart := self._workers_of_suspects()):
             # Beside the request that stops workers, another would be taken for it at the second death.
             outcome = self.decide(run, apart)
             if isinstance(outcome, Placement):
@@ -145,7 +145,7 @@ class Placer:
 
     def _workers_of_suspects(self) -> frozenset[str]:
         """Of the running requests that were computed by a worker that died or stalled."""
-        runs = [each for each in self._charges if each.stays_when_stalled]
+        runs = [each for each in self._charges if each.deaths.is_suspected]
         return frozenset(key.worker_id for each in runs for key in (each.prefill, each.decode) if key is not None)
 
     def decide(self, run: RequestRun, avoided: frozenset[str] = frozenset()) -> Placement | WaitReason:

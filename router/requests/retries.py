@@ -2,8 +2,8 @@
 And which errors blame a worker.
 
 Another attempt comes first in the queue, at once; after a refusal, `request_queue.REFUSED_HOLD_S` later.
-`requests.placer` chooses its worker, if possible one that did not fail it. `RequestRun` ends a request whose workers
-died `MAX_DEATHS` times.
+`requests.placer` chooses its worker, if possible one that did not fail it. A request whose workers die is ended
+(`requests.deaths`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # the link itself reports a lost worker
 RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST, ErrorCode.WORKER_DIED}
-MAX_DEATHS = 2  # a request that was computed by so many workers when they died may be the cause
 
 
 class Retry(StrEnum):

@@ -152,7 +152,7 @@ class RunOnLinks:
 
     @property
     def stays_when_stalled(self) -> bool:
-        return self.run.stays_when_stalled
+        return self.run.deaths.is_suspected
 
     def on_stalled(self, link: WorkerLink, error: WorkerLost) -> None:
         self._core.on(self.run, ev.WorkerStalled(link.key, error))

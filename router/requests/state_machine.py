@@ -21,12 +21,13 @@ from router.prefix_index.mirror import WorkerKey
 from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
+from router.requests.deaths import Deaths
 from router.requests.move import Move, MovePhase
 from router.requests.output import TextPiece
 from router.requests.protocols import Assembler, Request
-from router.requests.retries import BLAMED, HANDOFF_FAULTS, MAX_DEATHS, REFUSALS, Retry, retry_of
+from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, Retry, retry_of
 from router.requests.timeline import AttemptTimes, RunTimeline
-from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, RequestQuarantined, TandemError
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.text.words import plural
 
@@ -48,6 +49,7 @@ class RequestRun:
         self.excluded: frozenset[str] = frozenset()  # workers the next attempt avoids if there are others
         self.waiting_since_s = now_s
         self.waiting_for: WaitReason | None = None
+        self.deaths = Deaths()
         self.decode: WorkerKey | None = None
         self.prefill: WorkerKey | None = None
         self.credited_tokens = 0
@@ -57,8 +59,6 @@ class RequestRun:
         self._assembler = assembler
         self._attempts = 0
         self._migrations = 0
-        self._deaths: list[str] = []  # workers that died while they computed it
-        self._suspects: set[WorkerKey] = set()  # stalled while they computed it, and silent since
         self.max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
         self._resumed_at = 0  # so many of them before the current attempt
@@ -408,30 +408,19 @@ class RequestRun:
         if event.worker == self.decode or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(event.error, event.worker)
 
-    @property
-    def stays_when_stalled(self) -> bool:
-        """It may be what stops workers: it does not get to a third before the first is heard of."""
-        return bool(self._suspects or self._deaths)
-
-    @property
-    def awaits_suspects(self) -> bool:
-        """One worker died with it and another has stalled: the third has to wait for what becomes of that one."""
-        return len(self._deaths) + len(self._suspects) >= MAX_DEATHS
-
     def _on_worker_stalled(self, event: ev.WorkerStalled) -> None:
         if event.worker in self._computing():
-            self._suspects.add(event.worker)
+            self.deaths.stalled(event.worker)
         self._on_worker_gone(ev.WorkerGone(event.worker, event.error))
 
     def _on_suspect_heard(self, event: ev.SuspectHeard) -> None:
-        self._suspects.discard(event.worker)
+        self.deaths.heard(event.worker)
 
     def _on_suspect_died(self, event: ev.SuspectDied) -> None:
-        if event.worker in self._suspects and not self.lifecycle.state.is_end:
-            self._suspects.discard(event.worker)
-            self._deaths.append(event.worker.worker_id)
-            if len(self._deaths) >= MAX_DEATHS:
-                self._reject(self._quarantined())
+        if not self.lifecycle.state.is_end:
+            self.deaths.suspect_died(event.worker)
+            if (error := self.deaths.quarantine) is not None:
+                self._reject(error)
 
     def _on_worker_error(self, worker: WorkerKey, error: TandemError) -> None:
         is_decode = worker == self.decode
@@ -480,8 +469,8 @@ class RequestRun:
     def _suspected(self, error: TandemError, died: Sequence[WorkerKey]) -> TandemError:
         """The error to go on with: requests in a queue, or that only have blocks reserved, made no worker die."""
         computing = self._computing()
-        self._deaths += [each.worker_id for each in died if each in computing]
-        return error if len(self._deaths) < MAX_DEATHS else self._quarantined()
+        self.deaths.died(each for each in died if each in computing)
+        return self.deaths.quarantine or error
 
     def _computing(self) -> set[WorkerKey | None]:
         return {
@@ -489,12 +478,6 @@ class RequestRun:
             RequestState.HANDOFF: {self.prefill, self.decode},
             RequestState.DECODING: {self.decode},
         }.get(self.lifecycle.state, set())
-
-    def _quarantined(self) -> RequestQuarantined:
-        return RequestQuarantined(
-            f"{' and '.join(self._deaths)} died while they computed this request, which may be the cause: it is not "
-            "tried on another worker. The router's log has its shape"
-        )
 
     # ---- ends
 

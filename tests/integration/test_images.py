@@ -20,8 +20,8 @@ import pytest
 from cluster.testing.small_rank import __name__ as SMALL_RANK
 from router.edge.openai.request_schema import ChatCompletionRequest
 from router.requests import image_expansion
+from router.requests.deaths import MAX_DEATHS
 from router.requests.image_expansion import EACH
-from router.requests.retries import MAX_DEATHS
 from router.testing.stub_worker import until
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec
