@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.prefix_index.mirror import WorkerKey
+from router.requests import actions as act
+from router.requests import events as ev
 
 
 class MovePhase(StrEnum):
@@ -31,3 +33,27 @@ class Move:
     source_id: str
     target_id: str
     phase: MovePhase = MovePhase.HOLDING
+
+    def hold(self) -> act.Hold:
+        return act.Hold(self.source, self.source_id)
+
+    def reserve(self, answer_tokens: int) -> act.Reserve | None:
+        """The source holds, with so many tokens of the answer given out. None: it said so for the second time."""
+        if self.phase is not MovePhase.HOLDING:
+            return None
+        self.phase = MovePhase.RESERVING
+        return act.Reserve(self.target, self.target_id, self.source, answer_tokens - 1)
+
+    def push(self, reserved: ev.Reserved, last_token: int) -> tuple[act.Action, ...]:
+        """The target has room. Nothing, if another worker said so, or the target for the second time."""
+        if reserved.worker != self.target or self.phase is not MovePhase.RESERVING:
+            return ()
+        self.phase = MovePhase.PUSHING
+        return (
+            act.Push(self.source, self.source_id, reserved.ticket),
+            act.Join(self.target, self.target_id, last_token),
+        )
+
+    def resume(self) -> act.Resume:
+        """The source goes on with it."""
+        return act.Resume(self.source, self.source_id)

@@ -22,7 +22,7 @@ from router.request_terms import RequestTerms
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.deaths import Deaths
-from router.requests.move import Move, MovePhase
+from router.requests.move import Move
 from router.requests.output import TextPiece
 from router.requests.protocols import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, Retry, retry_of
@@ -234,10 +234,7 @@ class RequestRun:
 
     def _on_reserved(self, event: ev.Reserved) -> None:
         if (move := self._move) is not None:
-            if event.worker == move.target and move.phase is MovePhase.RESERVING:
-                move.phase = MovePhase.PUSHING
-                self._actions.append(act.Push(move.source, move.source_id, event.ticket))
-                self._actions.append(act.Join(move.target, move.target_id, self._answer[-1]))
+            self._actions += move.push(event, self._answer[-1])
             return
         if self.prefill is None or self.lifecycle.state is not RequestState.QUEUED:
             return
@@ -342,9 +339,8 @@ class RequestRun:
         """Goes on at the target as soon as its KV is there. Nothing happens unless it decodes and does not move."""
         if not self.can_move or self.decode is None:
             return
-        source = self.decode
-        self._move = Move(source, event.target, self._wire_id, self._next_wire_id())
-        self._actions.append(act.Hold(source, self._wire_id))
+        self._move = Move(self.decode, event.target, self._wire_id, self._next_wire_id())
+        self._actions.append(self._move.hold())
 
     @property
     def can_move(self) -> bool:
@@ -357,11 +353,10 @@ class RequestRun:
             return
         if not event.held:
             self._give_up_move(move)
-        elif move.phase is MovePhase.HOLDING:
-            move.phase = MovePhase.RESERVING
+        elif (reserve := move.reserve(len(self._answer))) is not None:
             self._flush_gaps()
             self._is_paced = False  # the next gap holds the move
-            self._open(act.Reserve(move.target, move.target_id, move.source, len(self._answer) - 1))
+            self._open(reserve)
 
     def _end_move(self, move: Move, event: ev.HandoffReported) -> None:
         self._move = None
@@ -376,7 +371,7 @@ class RequestRun:
         move = self._move
         if move is None or worker != move.target:
             return False
-        self._actions.append(act.Resume(move.source, move.source_id))
+        self._actions.append(move.resume())
         self._give_up_move(move)
         return True
 
