@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from kvtransfer.causes import HandoffCause, HandoffFault
+from router.observe.metrics.handoffs import STAGE_SECONDS, HandoffMetrics
 from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.metrics.prefix_index import IndexCollector
 from router.observe.metrics.queue import QueueCollector
 from router.observe.slo import NO_ROOM, SloCollector, SloOutcome, slo_outcome
-from router.observe.trace import Span, Stage, overlap_share, received_spans, sent_spans
 from router.observe.trace_store import Traces
 from router.policies.types import PlacementReason
 from router.prefix_index.follower import PrefixFollower
@@ -24,7 +23,6 @@ from router.requests.state_machine import RequestRun
 from tandem.config.router import ClassSpec
 from tandem.errors import ErrorCode, NotFound
 from tandem.request import RequestState
-from tandem.v1 import worker_pb2
 
 UNKNOWN_MODEL = "unknown"
 
@@ -45,9 +43,7 @@ _FAILURES = (
 _REFUSALS = sorted(NO_ROOM)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_TTFT_STAGE_SECONDS = (*_STAGE_SECONDS, 30.0, 60.0, 120.0, 300.0)
-_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.97, 0.99, 1.0)
+_TTFT_STAGE_SECONDS = (*STAGE_SECONDS, 30.0, 60.0, 120.0, 300.0)
 _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _VLLM_LABELS = {"model": "model_name"}
@@ -90,32 +86,7 @@ class RouterMetrics:
         self._queue = _histogram(registry, "tandem_queue_seconds", "Time from receipt to dispatch.", _SECONDS)
         self._handoff = _histogram(registry, "tandem_handoff_seconds", "Time from first token to joining.", _SECONDS)
         self._total = _histogram(registry, "tandem_e2e_seconds", "Time from receipt to finish.", _SECONDS)
-        self._stages = Histogram(
-            "tandem_handoff_stage_seconds",
-            "Stages of handoffs that joined (docs/observability.md).",
-            ("model", "stage"),
-            buckets=_STAGE_SECONDS,
-            registry=registry,
-        )
-        self._handoff_bytes = Counter(
-            "tandem_handoff_bytes", "KV bytes of handoffs that joined.", ("model",), registry=registry
-        )
-        self._handoff_pieces = Counter(
-            "tandem_handoff_pieces", "Pieces of handoffs that joined.", ("model",), registry=registry
-        )
-        self._hidden_bytes = Counter(
-            "tandem_handoff_hidden_bytes",
-            "KV bytes acknowledged before the last layer was computed.",
-            ("model",),
-            registry=registry,
-        )
-        self._overlap = _histogram(
-            registry, "tandem_handoff_overlap_share", "Hidden share of a handoff's bytes.", _SHARES
-        )
-        self._handoff_failures = Counter(
-            "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
-        )
-        self._handoff_failures.begin(sorted(models), HandoffCause)
+        self._handoffs = HandoffMetrics(registry, models, self._label)
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
         self._predicted = Counter(
             "tandem_prediction_tokens",
@@ -170,13 +141,12 @@ class RouterMetrics:
         self._traces = traces
         if not self._is_enabled:
             return
+        self._handoffs.subscribe(facts, traces)
         facts.subscribe(Placed, name, self._placed)
         facts.subscribe(Waited, name, self._waited)
         facts.subscribe(Requeued, name, self._requeued)
         facts.subscribe(act.FirstToken, name, self._first_token)
         facts.subscribe(act.TokenGaps, name, self._token_gaps)
-        facts.subscribe(act.HandoffSeen, name, self._handoff_seen)
-        facts.subscribe(act.HandoffFailed, name, self._handoff_failed)
         facts.subscribe(act.Moved, name, lambda run, fact, now_s: self._moved(run, "done"))
         facts.subscribe(act.MoveFailed, name, lambda run, fact, now_s: self._moved(run, "failed"))
         facts.subscribe(act.End, name, self._ended)
@@ -212,30 +182,6 @@ class RouterMetrics:
 
     def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
         self._itl.labels(self._label(run.request.model)).observe_all(fact.gaps_s)
-
-    def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
-        """A worker's report of its side."""
-        label, done = self._label(run.request.model), fact.report
-        attempt = self._traces.reported(run, fact.wire_id)
-        if attempt is None or not isinstance(done, worker_pb2.HandoffDone):
-            return
-        spans: list[Span] = []
-        if done.HasField("received"):
-            self._handoff_bytes.labels(label).inc(done.bytes)
-            self._handoff_pieces.labels(label).inc(done.pieces)
-            reserve = attempt.reserve_span()
-            spans = [*([reserve] if reserve else []), *received_spans(done)]
-        elif (share := overlap_share(done)) is not None:
-            self._hidden_bytes.labels(label).inc(done.sent.hidden_bytes)
-            self._overlap.labels(label).observe(share)
-            computed = (each for each in attempt.to_first_token() if each.stage in (Stage.DISPATCH, Stage.PREFILL))
-            spans = [*sent_spans(done), *computed]
-        for span in spans:
-            self._stages.labels(label, span.stage.value).observe(span.duration_s)
-
-    def _handoff_failed(self, run: RequestRun, fact: act.HandoffFailed, now_s: float) -> None:
-        if isinstance(fact.error, HandoffFault):
-            self._handoff_failures.labels(self._label(run.request.model), fact.error.cause.value).inc()
 
     def _placed(self, run: RequestRun, fact: Placed, now_s: float) -> None:
         self._placements.labels(self._label(run.request.model), fact.placement.reason.value).inc()
