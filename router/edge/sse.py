@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from router.edge.json_slices import Slices, next_slice
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_format import AnswerFormat
-from router.edge.write_pauses import WritePauses, for_each_in_turns
+from router.edge.write_pauses import WritePauses, for_each_in_turns, set_done
 from router.requests.answers import Answers, Arrival
 from tandem.errors import TandemError
 
@@ -173,7 +173,7 @@ class _StreamWriter:
         self._answers.cancel()
         if self._slicing is not None:
             self._slicing.cancel()
-            _set_done(self.ended)
+            set_done(self.ended)
 
     def stop(self) -> None:
         self._answers.wake_with(_ignore)
@@ -254,7 +254,7 @@ class _StreamWriter:
             self.ended.set_exception(error)
         self._slicing = None
         if is_last:
-            _set_done(self.ended)
+            set_done(self.ended)
         self._wake()
 
     def _wait_for_reader(self) -> None:
@@ -268,11 +268,6 @@ class _StreamWriter:
         with contextlib.suppress(asyncio.CancelledError):
             task.result()
             self._wake()
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _ignore() -> None:

@@ -71,7 +71,7 @@ class WritePauses:
 
     def _end(self) -> None:
         paused, self._paused = self._paused, []
-        for_each_in_turns(paused, _set_done)
+        for_each_in_turns(paused, set_done)
 
 
 def for_each_in_turns(streams: list[Stream], do: Callable[[Stream], None]) -> None:
@@ -82,6 +82,6 @@ def for_each_in_turns(streams: list[Stream], do: Callable[[Stream], None]) -> No
         asyncio.get_running_loop().call_soon(for_each_in_turns, streams[AT_ONCE:], do)
 
 
-def _set_done(future: asyncio.Future[None]) -> None:
+def set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

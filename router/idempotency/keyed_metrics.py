@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry
@@ -36,8 +35,7 @@ class KeyedMetrics:
             ("api", "outcome"),
             registry=registry,
         )
-        for api, outcome in itertools.product(Api, Outcome):
-            self._requests.labels(api.value, outcome.value)  # start at 0: increase() needs a first sample
+        self._requests.begin(Api, Outcome)
 
     def count(self, api: Api, outcome: Outcome) -> None:
         self._requests.labels(api.value, outcome.value).inc()
