@@ -155,9 +155,8 @@ class _StreamWriter:
         self._executor = executor
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: TandemError | None = None
-        self.written_s = (
-            0.0  # on the event loop's clock; 0.0: the router was not busy then, so the next write needs no pause
-        )
+        # On the event loop's clock; 0.0: the router was not busy then, so the next write needs no pause.
+        self.written_s = 0.0
         self._is_due = False
         self._draining: asyncio.Task[None] | None = None
         self._slicing: asyncio.Task[None] | None = None

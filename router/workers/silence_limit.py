@@ -18,9 +18,8 @@ class Progress:
     def __init__(self) -> None:
         self._at_s = 0.0
         self._computing_at_s = 0.0
-        self.stepped_at_s: float | None = (
-            None  # a step or an answer was reported; an idle worker's first request is none
-        )
+        # When a step or an answer was reported: an idle worker's first request is none.
+        self.stepped_at_s: float | None = None
         self._steps: int | None = None
         self._waiting_tokens = 0
         self._s_per_token = FIRST_GUESS_S_PER_TOKEN
