@@ -14,8 +14,6 @@ from planner.traces.trace import TrafficTrace
 class PrefixHits:
     prompt_tokens: int
     hit_tokens: int
-    blocks: int
-    unique_blocks: int
 
     @property
     def token_hit_rate(self) -> float:
@@ -23,11 +21,7 @@ class PrefixHits:
 
 
 def infinite_cache_hits(trace: TrafficTrace) -> PrefixHits:
-    total = int(trace.prompt_tokens.sum())
-    if trace.prefixes is None:
-        return PrefixHits(total, 0, 0, 0)
-    ids = trace.prefixes.ids
-    return PrefixHits(total, int(cached_tokens(trace).sum()), len(ids), len(set(ids.tolist())))
+    return PrefixHits(int(trace.prompt_tokens.sum()), int(cached_tokens(trace).sum()))
 
 
 def cached_tokens(trace: TrafficTrace) -> NDArray[np.int64]:

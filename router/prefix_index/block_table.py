@@ -22,7 +22,6 @@ from tandem.native.prefix import PrefixRuns, prefix_library
 
 log = logging.getLogger(__name__)
 
-MIN_MEMORY_BYTES = 1 << 16
 SLICE_BLOCKS = 1 << 12  # changed at once: bounds the memory of a change, and takes about 2 ms of the event loop
 
 _SLOTS = 8

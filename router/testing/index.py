@@ -37,6 +37,7 @@ START_S = 60.0
 CHECK_S = 0.1  # of the followers; to show that nothing happens, wait for several of them
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
+SMALL_TABLE_BYTES = 1 << 16
 
 # Tests also run with redis-server if it is installed.
 BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")])]

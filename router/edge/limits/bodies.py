@@ -13,21 +13,17 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
+        self.held_bytes = 0
 
     def take(self, count: int) -> None:
         """Raises OverloadedError if the bodies of all clients would hold too much."""
-        if self._held_bytes + count > self._max_bytes:
+        if self.held_bytes + count > self._max_bytes:
             raise OverloadedError(
                 f"body: the bodies that the router receives now hold {self._max_bytes >> 20} MiB, the most they may: "
                 "retry later, or send less",
                 retry_after_s=1.0,
             )
-        self._held_bytes += count
+        self.held_bytes += count
 
     def give_back(self, count: int) -> None:
-        self._held_bytes -= count
+        self.held_bytes -= count

@@ -202,7 +202,6 @@ def test_a_bad_servegen_client_is_refused(tmp_path: Path, rows: str, said: str) 
 def test_hits_are_the_leading_run_of_blocks_seen_before_and_never_more_than_the_prompt(tmp_path: Path) -> None:
     hits = infinite_cache_hits(read_trace(written(tmp_path, "m.jsonl", lines(*MOONCAKE))))
     assert hits.hit_tokens == 0 + 1024 + 0 + 1200  # block 1 after an unseen block 4 is no hit
-    assert (hits.blocks, hits.unique_blocks) == (11, 5)
 
 
 class TestJitter:
@@ -387,7 +386,8 @@ class TestSynthetic:
         shared = SharedPrefixes(count=3, tokens=160, share=0.5)
         trace = synthetic_trace(4000, Gamma(5.0), LengthSpec(40, 0.5), LengthSpec(10), prefixes=shared)
         hits = infinite_cache_hits(trace)
-        assert hits.unique_blocks == 30
+        assert trace.prefixes is not None
+        assert len(set(trace.prefixes.ids.tolist())) == 30
         assert hits.hit_tokens == pytest.approx(4000 * 0.5 * 160, rel=0.05)
         assert trace.prompt_tokens.mean() == pytest.approx(40 + 80, rel=0.05)
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from router.prefix_index import block_table
-from router.prefix_index.block_table import MIN_MEMORY_BYTES, BlockTable, HashWords
+from router.prefix_index.block_table import BlockTable, HashWords
 from router.prefix_index.owner_sets import NO_OWNER, OwnerSets
+from router.testing.index import SMALL_TABLE_BYTES
 from tandem.errors import ConfigError
 from tandem.native.prefix import prefix_library
 
@@ -42,7 +43,7 @@ def lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("blocks", [50, 5_000])  # of 6,552 slots: buckets overflow, the overflow does not
 def test_table_equals_a_dict_of_sets(seed: int, blocks: int) -> None:
     dice = random.Random(seed)
-    table = BlockTable(MIN_MEMORY_BYTES * (1 if blocks < 1000 else 4))
+    table = BlockTable(SMALL_TABLE_BYTES * (1 if blocks < 1000 else 4))
     model: dict[int, int] = {}
     for _ in range(120):
         owner = dice.choice(OWNERS)
@@ -75,7 +76,7 @@ def test_half_full_table_loses_nothing_and_an_overfull_one_counts_what_it_lost()
 
 
 def test_blocks_of_a_dropped_owner_make_room_for_others() -> None:
-    table = BlockTable(MIN_MEMORY_BYTES)
+    table = BlockTable(SMALL_TABLE_BYTES)
     for life in range(40):
         table.add(keys(list(range(life * 2400, life * 2400 + 2400))), 1)  # about 4 overflow, 40 may
         assert table.lost_blocks == 0, life

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefix_index.block_table import MIN_MEMORY_BYTES
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
+from router.testing.index import SMALL_TABLE_BYTES
 from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot, join_hashes, split_hashes
 
 A1, A2, B1 = WorkerKey("a", 1), WorkerKey("a", 2), WorkerKey("b", 1)
@@ -90,7 +90,7 @@ def test_dropped_worker_leaves_nothing_behind() -> None:
 
 
 def test_full_mirror_loses_credit_but_never_invents_any() -> None:
-    mirror = PrefixMirror(memory_bytes=MIN_MEMORY_BYTES)
+    mirror = PrefixMirror(memory_bytes=SMALL_TABLE_BYTES)
     many = split_hashes(np.random.default_rng(7).bytes(16 * 10_000))
     mirror.load("a", PrefixSnapshot(1, 0, join_hashes(many)))
     assert len(mirror) + mirror.lost_blocks == len(many)
@@ -145,7 +145,7 @@ READS = st.lists(
 def test_mirror_equals_a_set_for_each_worker(
     reads: list[tuple[WorkerKey, list[tuple[bool, list[int]]]]], query: list[int]
 ) -> None:
-    mirror = PrefixMirror(memory_bytes=MIN_MEMORY_BYTES)
+    mirror = PrefixMirror(memory_bytes=SMALL_TABLE_BYTES)
     model: dict[WorkerKey, set[bytes]] = {A1: set(), B1: set()}
     seqs = {A1: 0, B1: 0}
     for key in model:
