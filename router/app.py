@@ -32,8 +32,8 @@ from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
 from router.observe.metrics.model_server import ModelServerCollector
+from router.observe.metrics.process import ResourceCollector
 from router.observe.metrics.requests import RouterMetrics
-from router.observe.metrics.resources import ResourceMetrics
 from router.observe.metrics.scraped import ScrapedMetrics
 from router.observers import Observers
 from router.policies.pace_estimates import Estimates
@@ -109,7 +109,7 @@ class RouterApp:
         self._bind_edges()
         self._resources = ResourceWatch(self._folders())
         self._watching_resources: asyncio.Task[None] | None = None
-        ResourceMetrics(self._registry, self._resources)
+        self._registry.register(ResourceCollector(self._resources))
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
 

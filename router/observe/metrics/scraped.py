@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from router.observe.export import ExportOutcome, TraceExport
 from router.observe.metrics.cost import CostCollector, CostMeter, ranks_of
-from router.observe.metrics.loop_lag import LoopLag
+from router.observe.metrics.process import LoopLag
 from router.observe.metrics.workers import WorkerCollector, parse_places
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
