@@ -23,7 +23,7 @@ class AnswerParser:
 
     Args:
         tools: the JSON Schema of each tool's arguments, by name. Calls of others are text.
-        is_reasoning_opened: the prompt ended within reasoning (`Reasoning.is_opened_by`).
+        is_reasoning_opened: the prompt ended within reasoning (`ReasoningFormat.is_opened_by`).
     """
 
     def __init__(self, formats: Formats, tools: Tools, *, is_reasoning_opened: bool = False) -> None:

@@ -16,7 +16,7 @@ from router.model_formats.reader import Markers, Reader, Steps
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningFormat:
     """Args: `stops`: marks that end it as well, and belong to what follows."""
 
     name: str
@@ -53,10 +53,10 @@ _THINK = ("<think>", "</think>")
 REASONINGS = {
     each.name: each
     for each in (
-        Reasoning("deepseek_r1", *_THINK),
-        Reasoning("kimi_k2", *_THINK, stops=("<|tool_calls_section_begin|>",)),
-        Reasoning("mistral", "[THINK]", "[/THINK]"),
-        Reasoning("gemma4", "<|channel>thought", "<channel|>"),
-        Reasoning("granite", "Here is my thought process:", "Here is my response:"),
+        ReasoningFormat("deepseek_r1", *_THINK),
+        ReasoningFormat("kimi_k2", *_THINK, stops=("<|tool_calls_section_begin|>",)),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
     )
 }

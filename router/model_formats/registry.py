@@ -18,7 +18,7 @@ from router.model_formats.formats.minimax import MINIMAX_M2
 from router.model_formats.formats.mistral import MISTRAL, MISTRAL_ARGS
 from router.model_formats.formats.phi4 import PHI4
 from router.model_formats.formats.qwen3_coder import QWEN3_CODER
-from router.model_formats.reasoning import REASONINGS, Reasoning
+from router.model_formats.reasoning import REASONINGS, ReasoningFormat
 from router.model_formats.shapes.tool_format import ToolFormat
 from tandem.errors import ConfigError
 from tandem.text.chat_template import ChatTemplate
@@ -94,7 +94,7 @@ class Formats:
     are described to the model in a system message, in the format that it is asked to answer in."""
 
     tools: ToolFormat | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningFormat | None = None
     is_described: bool = False
 
     @property
@@ -135,7 +135,7 @@ def tool_format(name: str) -> ToolFormat:
     return _named(TOOL_FORMATS, name, "tool_parser")
 
 
-def reasoning_format(name: str) -> Reasoning:
+def reasoning_format(name: str) -> ReasoningFormat:
     """Harmony's reasoning comes with its calls. Raises ConfigError."""
     return _named(REASONINGS, name, "reasoning_parser")
 

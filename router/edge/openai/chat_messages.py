@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.tool_fields import AnyToolCall
+from router.edge.openai.tool_fields import EarlierCalls
 from router.edge.strict_model import Items, StrictModel, at_most, type_of, unsupported
-from router.texts.chat import MAX_CALLS, MAX_MESSAGES, Message, Part, tool_result
+from router.texts.chat import MAX_MESSAGES, Message, Part, tool_result
 from router.texts.image_files import image_of_url
 from tandem.errors import InputError
 
@@ -45,9 +45,7 @@ class ChatMessage(StrictModel):
     audio: object = None
     annotations: object = None
     parsed: object = None  # what OpenAI's SDKs read from the content
-    tool_calls: Annotated[Items[AnyToolCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")] | None = (
-        None
-    )
+    tool_calls: EarlierCalls | None = None
     tool_call_id: str | None = Field(None, description="Of a message of role `tool`: the call that it answers.")
     function_call: object = None
     reasoning_content: str | None = Field(None, description="Of an earlier answer.")

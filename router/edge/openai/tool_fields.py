@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from router.edge.strict_model import Items, StrictModel, at_most, type_of
 from router.model_formats.grammar import Mode
-from router.texts.chat import MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
+from router.texts.chat import MAX_CALLS, MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
 from tandem.errors import InputError
 
 Name = Annotated[str, Field(pattern=TOOL_NAME)]
@@ -127,18 +127,18 @@ AnyTool = Annotated[
 Tools = Annotated[Items[AnyTool], Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools")]
 
 
-class CalledFunction(StrictModel):
+class EarlierFunction(StrictModel):
     name: str
     arguments: str
     parsed_arguments: object = None  # what OpenAI's SDKs read from the arguments
 
 
-class ToolCall(StrictModel):
+class EarlierToolCall(StrictModel):
     """Of an earlier answer that the client sends again. `index`: of clients that collected it from a stream."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: EarlierFunction
     index: int | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
@@ -146,26 +146,27 @@ class ToolCall(StrictModel):
         return tool_call(self.id, self.function.name, self.function.arguments, f"{where}.function.arguments")
 
 
-class CalledCustom(StrictModel):
+class EarlierCustom(StrictModel):
     name: str
     input: str
 
 
-class CustomToolCall(StrictModel):
-    """As `ToolCall`, of a custom tool."""
+class EarlierCustomToolCall(StrictModel):
+    """As `EarlierToolCall`, of a custom tool."""
 
     id: str
     type: Literal["custom"]
-    custom: CalledCustom
+    custom: EarlierCustom
     index: int | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         return custom_call(self.id, self.custom.name, self.custom.input)
 
 
-AnyToolCall = Annotated[
-    Annotated[ToolCall, Tag("Function")] | Annotated[CustomToolCall, Tag("Custom")], Discriminator(branch)
+AnyEarlierCall = Annotated[
+    Annotated[EarlierToolCall, Tag("Function")] | Annotated[EarlierCustomToolCall, Tag("Custom")], Discriminator(branch)
 ]
+EarlierCalls = Annotated[Items[AnyEarlierCall], Field(max_length=MAX_CALLS), at_most(MAX_CALLS, "tool_calls")]
 
 
 def parsed_tools(tools: Sequence[FunctionTool | CustomTool] | None) -> list[Tool]:
