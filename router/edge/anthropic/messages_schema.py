@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from router.edge.openai.tool_fields import NamedTool, ToolChoice, ToolName, tool_use
+from router.edge.openai.tool_fields import NamedTool, ToolChoice, ToolName, run_by_clients, tool_use
 from router.edge.strict_model import (
     Items,
     StrictModel,
@@ -192,14 +192,6 @@ def parse_messages(messages: Sequence[MessageParam]) -> list[Message]:
     return parsed
 
 
-def _is_custom(given: object) -> object:
-    """Tools of Anthropic's own have other fields."""
-    if isinstance(given, dict) and given.get("type") not in ("custom", None):
-        remedy = "offer it as a tool with an input_schema, which the client runs"
-        raise unsupported("tools", f"type {str(given['type'])[:40]!r}", remedy)
-    return given
-
-
 class ToolParam(StrictModel):
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     input_schema: Annotated[dict[str, Any], Field(description="JSON Schema of the input.")]
@@ -274,7 +266,7 @@ class CountTokensRequest(StrictModel):
     system: Content | None = None
     tools: (
         Annotated[
-            Items[Annotated[ToolParam, BeforeValidator(_is_custom)]],
+            Items[Annotated[ToolParam, run_by_clients("custom", offered_as="a tool with an input_schema")]],
             Field(max_length=MAX_TOOLS),
             at_most(MAX_TOOLS, "tools"),
         ]

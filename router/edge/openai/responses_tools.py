@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from router.edge.openai.tool_fields import (
     FORM_HELP,
@@ -20,17 +20,10 @@ from router.edge.openai.tool_fields import (
     ToolName,
     branch,
     form_branch,
+    run_by_clients,
 )
-from router.edge.strict_model import Items, StrictModel, at_most, unsupported
+from router.edge.strict_model import Items, StrictModel, at_most
 from router.texts.chat import MAX_TOOLS, Tool
-
-
-def _is_clients(given: object) -> object:
-    """Tools that run at a server have other fields."""
-    if isinstance(given, dict) and given.get("type") not in ("function", "custom", None):
-        remedy = "offer it as a function or a custom tool, which the client runs"
-        raise unsupported("tools", f"type {str(given['type'])[:40]!r}", remedy)
-    return given
 
 
 class ResponsesTool(FunctionFields):
@@ -79,7 +72,7 @@ ResponsesTools = Annotated[
         Annotated[
             Annotated[ResponsesTool, Tag("Function")] | Annotated[ResponsesCustomTool, Tag("Custom")],
             Discriminator(branch),
-            BeforeValidator(_is_clients),
+            run_by_clients("function", "custom", offered_as="a function or a custom tool"),
         ]
     ],
     Field(max_length=MAX_TOOLS),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from router.edge.strict_model import Items, StrictModel, at_most, type_of
+from router.edge.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from router.model_formats.grammar import Mode
 from router.texts.chat import MAX_CALLS, MAX_TOOLS, TOOL_NAME, Tool, ToolUse, custom_call, tool_call
 from tandem.errors import InputError
@@ -25,6 +25,18 @@ def branch(given: object) -> str:
 def form_branch(given: object) -> str:
     """As `branch`, of a custom tool's format."""
     return "Grammar" if type_of(given) == "grammar" else "AnyText"
+
+
+def run_by_clients(*types: str, offered_as: str) -> BeforeValidator:
+    """Refuses tools of other types: those that run at a server have other fields."""
+
+    def check(given: object) -> object:
+        if isinstance(given, dict) and given.get("type") not in (*types, None):
+            remedy = f"offer it as {offered_as}, which the client runs"
+            raise unsupported("tools", f"type {str(given['type'])[:40]!r}", remedy)
+        return given
+
+    return BeforeValidator(check)
 
 
 class FunctionFields(StrictModel):
