@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterApp:
-    """`start` serves both edges. `close` refuses new requests and gives running ones router.drain_timeout_s to end."""
+    """`start` serves HTTP and gRPC. `close` refuses new requests and gives running ones `drain_timeout_s` to end."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
         """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
@@ -193,7 +193,7 @@ class RouterApp:
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
-        pauses = WritePauses()  # of both edges, which share the event loop
+        pauses = WritePauses()  # of both servers, which share the event loop
         self._http = HttpServer(
             HttpEdge(
                 self.service,
