@@ -462,13 +462,15 @@ class RequestRun:
         self._actions.append(act.Requeue(error, no_room))
 
     def _suspected(self, error: TandemError, died: Sequence[WorkerKey]) -> TandemError:
-        """The error to go on with: requests in a queue, or that only have blocks reserved, made no worker die."""
+        """The error to go on with: requests in a queue, or that only have blocks reserved, made no worker die, unless
+        it was to read their images."""
         computing = self._computing()
         self.deaths.died(each for each in died if each in computing)
         return self.deaths.quarantine or error
 
     def _computing(self) -> set[WorkerKey | None]:
         return {
+            RequestState.QUEUED: {self.decode if self.request.images else None},
             RequestState.PREFILLING: {self.prefill or self.decode},
             RequestState.HANDOFF: {self.prefill, self.decode},
             RequestState.DECODING: {self.decode},

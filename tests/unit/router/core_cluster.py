@@ -36,6 +36,7 @@ from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec
 from tandem.engine.api import Capability
 from tandem.errors import KvExhausted, TandemError, WorkerLost
+from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason, SamplingParams
@@ -264,6 +265,7 @@ class CoreCluster:
         assembler: Assembler | None = None,
         session: bytes | None = None,
         adapter: str = "",
+        images: Sequence[PromptImage] = (),
     ) -> Asked:
         """Submits a request: a prompt of so many tokens, or of these. Raises as `RequestCore.submit` does."""
         tokens = tuple(prompt) if not isinstance(prompt, int) else (70,) * prompt
@@ -277,6 +279,7 @@ class CoreCluster:
             block_tokens=BLOCK_TOKENS,
             session=session,
             adapter=adapter,
+            images=tuple(images),
         )
         terms = terms or RequestTerms(self.spec.classes[0].name)
         run = RequestRun(request, assembler or TextlessAssembler(), terms, self.loop.now_s(), self.spec.max_migrations)

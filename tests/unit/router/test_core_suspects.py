@@ -6,7 +6,9 @@ import pytest
 
 from router.prefix_index.mirror import WorkerKey
 from router.requests import events as ev
+from router.requests.deaths import MAX_DEATHS
 from tandem.errors import ErrorCode, RequestQuarantined, WorkerLost, error_from_code
+from tandem.images import PromptImage
 from tests.unit.router.core_cluster import Asked, CoreCluster
 
 DIED = error_from_code(ErrorCode.WORKER_DIED, "its process ended")
@@ -80,6 +82,26 @@ def test_it_goes_on_when_the_first_was_only_slow(hospital: Hospital) -> None:
     hospital.cluster.run(0.01)
     assert hospital.at(asked) not in (first, second)
     hospital.cluster.cancel(asked)
+
+
+@pytest.mark.parametrize(("images", "is_to_blame"), [((), False), ((PromptImage.of(0, 2, b"\x89PNG"),), True)])
+def test_workers_that_die_before_the_prompt_may_have_died_of_its_images(
+    images: tuple[PromptImage, ...], is_to_blame: bool
+) -> None:
+    """A worker reads them before it reserves blocks."""
+    cluster = CoreCluster("p0", "d0", "d1", "d2")
+    for worker in cluster.workers.values():
+        worker.unanswered = frozenset({"reserve"})
+    asked = cluster.ask(images=images)
+    for _ in range(MAX_DEATHS):
+        cluster.run(0.01)
+        died = asked.run.decode
+        assert died is not None
+        cluster.fleet.health.set_up(died, is_up=False)
+        cluster.workers[died].worker.link.ready = False
+        cluster.core.on(asked.run, ev.WorkerGone(died, DIED))
+    assert (asked.end is not None and isinstance(asked.error, RequestQuarantined)) == is_to_blame
+    cluster.cancel(asked)
 
 
 @pytest.mark.parametrize("event", [ev.Cancelled(), ev.Expired(), ev.Rejected(WorkerLost("the router stops"))])
