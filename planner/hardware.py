@@ -14,7 +14,7 @@ from planner.cost import ConstrainedCostModel, Corrections, CostModel, RooflineC
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
-from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
+from planner.simulator.setup import PoolSetup, Setup
 from tandem.config.engine import EngineSpec
 from tandem.config.model import ModelSpec, Role
 from tandem.config.router import RouterSpec
@@ -239,7 +239,9 @@ def setup_of_spec(
         router=spec.router,
         max_running_requests=engine.max_running_requests,
         max_step_tokens=engine.max_step_tokens,
-        max_model_tokens=min(model.engine_of(role).max_model_tokens or MAX_MODEL_TOKENS for role in Role),
+        max_model_tokens=min(
+            (limit for role in Role if (limit := model.engine_of(role).max_model_tokens) is not None), default=None
+        ),
         block_tokens=simulated_block_tokens(engine.block_tokens, mean_prompt_tokens, trace_block),
     )
     return replace(
@@ -304,12 +306,14 @@ def make_setup(
     max_running_requests: int,
     max_step_tokens: int,
     block_tokens: int,
-    max_model_tokens: int = MAX_MODEL_TOKENS,
+    max_model_tokens: int | None = None,
 ) -> Setup:
-    shape = hardware.model.shape
+    """`max_model_tokens`: as of the engine, which has no longer context than the model."""
+    shape, context_tokens = hardware.model.shape, hardware.model.context_tokens
     return Setup(
         prefill, decode, shape.layers, shape.kv_token_bytes, router, max_running_requests, max_step_tokens,
-        max_model_tokens, block_tokens, host=hardware.host, fixed_s=hardware.corrections.fixed_s,
+        min(max_model_tokens or context_tokens, context_tokens), block_tokens, host=hardware.host,
+        fixed_s=hardware.corrections.fixed_s,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.shapes import ExpertShape, LatentShape, ModelShape, WindowShape
@@ -64,19 +64,29 @@ _DEEPSEEK = KnownModel(
     latent=KnownLatent(1536, 512), weight_bytes=1.0, gap=_LATENT,
 )  # fmt: skip
 
+_LLAMA_8B = KnownModel(32, 4096, 32, 8, 14_336, 128_256, context_tokens=131_072)
+_LLAMA_70B = KnownModel(80, 8192, 64, 8, 28_672, 128_256, context_tokens=131_072)
+_LLAMA_405B = KnownModel(126, 16_384, 128, 8, 53_248, 128_256, context_tokens=131_072)
+
+# Contexts are those of the published config.json, of Qwen2.5 those of its instruct checkpoints.
 KNOWN = {
     "smollm2-135m": KnownModel(30, 576, 9, 3, 1536, 49_152, ties=True),
     "llama-2-7b": KnownModel(32, 4096, 32, 32, 11_008, 32_000, context_tokens=4096),
     "llama-2-13b": KnownModel(40, 5120, 40, 40, 13_824, 32_000, context_tokens=4096),
     "llama-2-70b": KnownModel(80, 8192, 64, 8, 28_672, 32_000, context_tokens=4096),
-    "llama-3-8b": KnownModel(32, 4096, 32, 8, 14_336, 128_256, context_tokens=131_072),
-    "llama-3-70b": KnownModel(80, 8192, 64, 8, 28_672, 128_256, context_tokens=131_072),
-    "llama-3-405b": KnownModel(126, 16_384, 128, 8, 53_248, 128_256, context_tokens=131_072),
+    "llama-3-8b": _LLAMA_8B,  # of Llama 3.1; the first Llama 3 has the name of its checkpoints
+    "llama-3-70b": _LLAMA_70B,
+    "llama-3-405b": _LLAMA_405B,
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-70b": _LLAMA_70B,
+    "llama-3.1-405b": _LLAMA_405B,
+    "meta-llama-3-8b": replace(_LLAMA_8B, context_tokens=8192),
+    "meta-llama-3-70b": replace(_LLAMA_70B, context_tokens=8192),
     "mistral-7b": KnownModel(32, 4096, 32, 8, 14_336, 32_768, context_tokens=32_768),
-    "qwen2.5-7b": KnownModel(28, 3584, 28, 4, 18_944, 152_064, context_tokens=131_072),
-    "qwen2.5-32b": KnownModel(64, 5120, 40, 8, 27_648, 152_064, context_tokens=131_072),
+    "qwen2.5-7b": KnownModel(28, 3584, 28, 4, 18_944, 152_064, context_tokens=32_768),
+    "qwen2.5-32b": KnownModel(64, 5120, 40, 8, 27_648, 152_064, context_tokens=32_768),
     "qwen3-32b": KnownModel(64, 5120, 64, 8, 25_600, 151_936, head_dim=128, context_tokens=40_960),
-    "qwen2.5-72b": KnownModel(80, 8192, 64, 8, 29_568, 152_064, context_tokens=131_072),
+    "qwen2.5-72b": KnownModel(80, 8192, 64, 8, 29_568, 152_064, context_tokens=32_768),
     "mixtral-8x7b": KnownModel(32, 4096, 32, 8, 14_336, 32_000, None, 32_768, KnownExperts(8, 2, 14_336)),
     "mixtral-8x22b": KnownModel(56, 6144, 48, 8, 16_384, 32_768, None, 65_536, KnownExperts(8, 2, 16_384)),
     "qwen3-30b-a3b": KnownModel(48, 2048, 32, 4, 6144, 151_936, 128, 40_960, KnownExperts(128, 8, 768)),
@@ -146,7 +156,8 @@ class ElementSizes:
 
 def find_model(name: str, elements: ElementSizes = ElementSizes()) -> PlannedModel:
     """Finds a model by known name, checkpoint folder or config.json. Raises ConfigError, CheckpointError."""
-    known = KNOWN.get(name.rsplit("/", 1)[-1].lower().removesuffix("-instruct"))
+    checkpoint = name.rsplit("/", 1)[-1].lower().removesuffix("-instruct")
+    known = KNOWN.get(checkpoint) or KNOWN.get(checkpoint.removeprefix("meta-"))
     if known is not None:
         return _planned(name, known, elements)
     path = Path(name)

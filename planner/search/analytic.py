@@ -21,6 +21,7 @@ from planner.hardware import RoleHardware
 from planner.search.layout import ClusterLayout
 from planner.shapes import ModelShape
 from planner.simulator.setup import Slo
+from planner.traces.context import too_long
 from planner.traces.hits import cached_tokens
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
@@ -36,6 +37,7 @@ class Limit(StrEnum):
     DECODE_LOAD = "decode_load"  # tokens a second, over those of the largest batches within the TPOT objective
     KV_MEMORY = "kv_memory"  # the same, where the KV pool limits the batches
     PROMPT_MEMORY = "prompt_memory"  # the KV of a long prompt, over one worker's pool
+    CONTEXT = "context"  # prompts beyond the model's context, over the requests that may miss
 
 
 MEANING: Mapping[Limit, str] = MappingProxyType(
@@ -46,6 +48,7 @@ MEANING: Mapping[Limit, str] = MappingProxyType(
         Limit.DECODE_LOAD: "the decoding of all answers",
         Limit.KV_MEMORY: "the KV of the running requests",
         Limit.PROMPT_MEMORY: "the KV of the longest prompt",
+        Limit.CONTEXT: "the number of prompts beyond the model's context (limit: the requests that may miss)",
     }
 )
 """The subject of a sentence about the limit that binds."""
@@ -75,6 +78,7 @@ class Analysis:
         self._hardware, self._slo, self._max_running = hardware, slo, max_running_requests
         self._span_s = trace.span_s
         self._most_misses = allowed_misses(attainment, len(trace))
+        self._refused = too_long(trace, hardware.model.context_tokens)
         uncached = np.maximum(1, trace.prompt_tokens - cached_tokens(trace))
         decoded = trace.output_tokens - 1  # prefill brings the first token
         own = uncached + trace.output_tokens / 2
@@ -104,6 +108,8 @@ class Analysis:
         limit, decode_rate = self._decode_rate(layout.decode_tp)
         decode, step_tokens = self._hardware.of(Role.DECODE), layout.step_tokens
         use = {Limit.PROMPT_MEMORY: self._longest / max(1, decode.kv_tokens(layout.decode_tp))}
+        if self._refused:
+            use[Limit.CONTEXT] = self._refused / max(1, self._most_misses)
         if ttft_s is not None:
             alone_s = min(self._alone_s(role, tp, step_tokens) for role, tp in layout.widths)
             use[Limit.PREFILL_TIME] = alone_s / ttft_s

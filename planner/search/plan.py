@@ -22,6 +22,7 @@ from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import busiest, with_note_if_short
 from planner.search.trials import Resampled, SearchProgress, Trials, Variant
 from planner.search.verdict import Miss, explain_miss, verdict
+from planner.traces.context import within_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError, InputError
@@ -160,6 +161,7 @@ class PlanSearch:
         """`among`: the layouts to look at. Raises ConfigError when the model does not fit on the devices, InputError
         when the trace has no rate."""
         goal.slo.check_classes(trace)
+        trace = within_context(trace, hardware.model.context_tokens)
         self._whole, self._trace = trace, _simulated_part(trace, options.requests)
         self._hardware, self._goal, self._at_once = hardware, goal, options.processes
         self._machines = MachineKinds.of(hardware, are_whole=goal.whole_machines)

@@ -44,7 +44,7 @@ def checked_source(source: str | None, model: str) -> str:
         return found
     raise InputError(
         "--source: expected the checkpoint to serve, because --values was given: a hub name "
-        f"(meta-llama/Meta-Llama-3-70B-Instruct) or a folder in the pods (/models/llama-3-70b); "
+        f"(meta-llama/Llama-3.1-70B-Instruct) or a folder in the pods (/models/llama-3-70b); "
         f"{found!r} is only a shape",
         field="--source",
     )

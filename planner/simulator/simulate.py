@@ -16,6 +16,7 @@ from planner.simulator.measurements import RunMeasurements
 from planner.simulator.papers import with_paper
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
+from planner.traces.context import within_context
 from planner.traces.trace import MeasuredTimes, TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError, InternalError
@@ -42,10 +43,10 @@ def simulate(
 ) -> SimResult:
     """Simulates every request of `trace` to its end, or until more than `most_misses` have missed an objective.
 
-    Raises ConfigError if a fault names an unknown worker, an objective an unknown class, or the paper is about other
-    clusters.
+    Answers end where the context does. Raises ConfigError if a fault names an unknown worker, an objective an unknown
+    class, or the paper is about other clusters.
     """
-    slo = slo or Slo()
+    slo, trace = slo or Slo(), within_context(trace, setup.max_model_tokens)
     run = _run(trace, setup, slo, progress, most_misses)
     result = summarize(trace, run.setup, slo, run.measurements, run.fleet)
     return replace(result, role_changes=run.role_changes)
@@ -53,6 +54,7 @@ def simulate(
 
 def simulated_times(trace: TrafficTrace, setup: Setup) -> MeasuredTimes:
     """What each request takes; NaN: it does not finish. Raises ConfigError as `simulate` does."""
+    trace = within_context(trace, setup.max_model_tokens)
     found = _run(trace, setup, Slo(), None, None).measurements
     first_s, is_over = found.first_token_s, found.finished
     ttft_s = np.where(is_over, first_s - trace.arrival_s, np.nan)

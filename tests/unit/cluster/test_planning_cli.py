@@ -23,6 +23,7 @@ from tandem.errors import ConfigError, InputError, TandemError
 
 TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--requests", "60"]
 MODEL = ["--model", "llama-3-8b", "--device", "h100"]
+LONG = ["synthetic", "--arrivals", "poisson:4", "--lengths", "9000:30", "--model", "llama-2-7b", "--device", "h100"]
 VALUES = ["--source", "org/model", "--values", "never.yaml"]
 SPARSE = ["--model", "mixtral-8x7b", "--device", "h200"]
 
@@ -273,6 +274,8 @@ def test_of_several_devices_the_cheapest_is_the_plan() -> None:
         ),
         (["simulate", *TRAFFIC, *MODEL, "--cost", "nothing.json"], "nothing.json"),
         (["plan", *TRAFFIC, *MODEL], "expected an objective"),
+        (["plan", *LONG, "--ttft", "9"], "synthetic: expected prompts of fewer than 4,096 tokens, the context, got at"),
+        (["simulate", *LONG], "or raise engine.max_model_tokens if the spec sets it"),
     ],
 )
 def test_what_cannot_be_is_one_line_that_says_what_was_expected(arguments: list[str], said: str) -> None:

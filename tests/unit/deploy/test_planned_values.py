@@ -45,7 +45,7 @@ def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float
     ("layout", "model", "device", "source", "pods"),
     [
         (ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 2),
-        (ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100", "meta-llama/Meta-Llama-3-8B-Instruct", 1),
+        (ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100", "meta-llama/Llama-3.1-8B-Instruct", 1),
         (ClusterLayout(0, 1, 1, 1, 2048), "smollm2-135m", "cpu", "smollm2-135m", 1),
         (ClusterLayout(0, 1, 10, 8, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 10),
     ],
@@ -71,7 +71,7 @@ def test_planned_values_render_as_they_are(
 @pytest.mark.parametrize(("device", "weights"), [("h100", "fp8"), ("cpu", "int8")])
 def test_a_plan_of_one_byte_an_element_is_served_in_as_many(device: str, weights: str) -> None:
     plan, hardware = planned(ClusterLayout(1, 1, 1, 1, 2048), "llama-3-8b", device, element_bytes=1.0)
-    text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-8B-Instruct")
+    text = helm_values(plan, hardware, "meta-llama/Llama-3.1-8B-Instruct")
     engine = yaml.safe_load(text)["cluster"]["models"][0]["engine"]
     assert (engine["weights"], engine["kv_dtype"]) == (weights, "fp8")
     assert "# Each pod pulls 16 GB" in text, "the checkpoint is no smaller"
@@ -81,7 +81,7 @@ def test_a_plan_of_one_byte_an_element_is_served_in_as_many(device: str, weights
 
 def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[..., Any], tmp_path: Path) -> None:
     plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
-    text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-70B-Instruct")
+    text = helm_values(plan, hardware, "meta-llama/Llama-3.1-70B-Instruct")
     assert "# Needs a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
     assert "# Each pod pulls 141 GB" in text
     path = tmp_path / "plan.yaml"
@@ -91,7 +91,7 @@ def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[...,
     (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
     assert volume["emptyDir"] == {"sizeLimit": "146Gi"}
     assert 141e9 < 146 << 30
-    told = yaml.safe_load(text)["models"]["weights"]["meta-llama/Meta-Llama-3-70B-Instruct"]["size"]
+    told = yaml.safe_load(text)["models"]["weights"]["meta-llama/Llama-3.1-70B-Instruct"]["size"]
     assert 0 <= int(told.removesuffix("Mi")) * (1 << 20) - 141e9 < 1e9
     promised = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["requirements.yaml"])
     assert {"Secret tandem-hub-token with token", "Secret tandem-valkey with password"} == {

@@ -33,6 +33,7 @@ def test_each_pool_has_the_limits_of_its_own_engine() -> None:
     assert (found.prefill.max_running_requests, found.decode.max_running_requests) == (64, 256)
     assert (found.prefill.kv_tokens, found.decode.kv_tokens) == (800, 1600)
     assert found.max_model_tokens == 4096
+    assert setup().max_model_tokens == 131_072
     assert not found.can_change_roles
     assert setup().can_change_roles
 

@@ -42,6 +42,7 @@ from planner.search.schedule import Schedule, check_count, check_parts, clock
 from planner.search.traffic import BUSIEST
 from planner.search.trials import RESAMPLES, SearchProgress
 from planner.search.values import check_values, checked_source, describe_machines, helm_values
+from planner.traces.context import check_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError
@@ -79,6 +80,7 @@ def run_plan(flags: PlanFlags) -> int:
     candidates = load_candidates(flags.hardware, flags.price, mix_roles=flags.mix_roles)
     _check_before_the_search(flags, candidates)
     trace = load_traffic(flags.traffic)
+    check_context(trace, candidates[0].model.context_tokens)
     if flags.schedule is not None:
         check_parts(flags.schedule, trace, flags.goal.slo.tpot_s)
     choices = _search(trace, candidates, flags)

@@ -28,6 +28,7 @@ from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Paper, Setup, Slo
 from planner.simulator.simulate import simulate
+from planner.traces.context import check_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError
@@ -82,6 +83,7 @@ def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: Clu
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean_tokens = float(trace.prompt_tokens.mean())
     setup = setup_of_spec(spec, loaded, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
+    check_context(trace, setup.max_model_tokens)
     return LoadedSimulation(trace, loaded, setup)
 
 
