@@ -36,6 +36,7 @@ class DeviceSpec(Frozen):
     """One device and its connections."""
 
     name: str
+    kind: Literal["cpu", "cuda"] = Field("cuda", description="engine.device of its workers.")
     flops_per_s: Positive = Field(description="Dense peak of 16-bit products, or of those that the device serves.")
     eight_bit_flops_per_s: Positive | None = Field(
         None, description="Dense peak of products with weights of one byte; unset: flops_per_s."

@@ -30,6 +30,7 @@ GPU_START_S = 1800
 PRODUCT_LABEL = "nvidia.com/gpu.product"  # of nodes, by NVIDIA's GPU feature discovery
 CPU_RANK_GIB = 2  # of a rank, in addition to its weights and KV pool
 MIB, GIB = 1 << 20, 1 << 30
+_DTYPES = {2.0: "bfloat16", 4.0: "float32"}  # by bytes of an activation
 
 
 def checked_source(source: str | None, model: str) -> str:
@@ -94,7 +95,6 @@ def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
     if plan.chosen is None:
         raise InputError("--values: expected a plan to deploy, but no layout meets the objectives", field="--values")
     layout, decode = plan.chosen.layout, hardware.of(Role.DECODE)
-    is_gpu = decode.device.name != "cpu"
     router = router_spec(layout)
     cluster: dict[str, Any] = {
         "name": "planned",
@@ -108,8 +108,7 @@ def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
                 },
                 "decode": {"workers": layout.decode_workers, "tp": layout.decode_tp},
                 "engine": {
-                    "device": "cuda" if is_gpu else "cpu",
-                    "dtype": "bfloat16" if is_gpu else "float32",
+                    "device": decode.device.kind,
                     **formats(decode),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
                     "kv_memory_bytes": int(decode.kv_rank_bytes(layout.decode_tp)),
@@ -153,7 +152,12 @@ def formats(hardware: Hardware) -> dict[str, str]:
             field="--values",
         )
     wide = shape.activation_bytes
-    weights = {wide: "dense", 1.0: device.eight_bit_weights} | ({0.625: "int4"} if device.name == "cpu" else {})
+    if wide not in _DTYPES:
+        raise InputError(
+            f"--values: {device.name}: element_bytes: expected 2 (bfloat16) or 4 (float32), got {wide:g}",
+            field="element_bytes",
+        )
+    weights = {wide: "dense", 1.0: device.eight_bit_weights} | ({0.625: "int4"} if device.kind == "cpu" else {})
     kv = {wide: "auto", 1.0: "fp8"}
     of_experts = shape.experts.weight_bytes if shape.experts else shape.weight_bytes
     for option, of, known, size in (
@@ -168,7 +172,7 @@ def formats(hardware: Hardware) -> dict[str, str]:
                 f"{device.name}, got {size:g}",
                 field=option,
             )
-    found = {"weights": weights[shape.weight_bytes], "kv_dtype": kv[shape.kv_bytes]}
+    found = {"dtype": _DTYPES[wide], "weights": weights[shape.weight_bytes], "kv_dtype": kv[shape.kv_bytes]}
     return {name: value for name, value in found.items() if value not in ("dense", "auto")}
 
 
@@ -194,7 +198,7 @@ def _head(plan: Plan, hardware: RoleHardware, source: str) -> Iterator[str]:
         yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
         yield "Ports between pods are not encrypted (allow_plaintext): nccl and nixl cannot be. With tls.internal, KV"
         yield "blocks take tcp between machines, which the plan did not assume."
-        if device.name != "cpu":
+        if device.kind == "cuda":
             own = ",nodeGroups[0].rdma.resource=RESOURCE" if len({each.devices for each in machines}) > 1 else ""
             yield f"Needs RDMA: --set node.rdma.resource=RESOURCE{own} and an image with NIXL (docs/deploy.md):"
             yield f"the plan moves KV between pods at {device.link.bytes_per_s / 1e9:g} GB/s for each device."
@@ -234,7 +238,7 @@ def _pods(machines: Sequence[Machines], hardware: RoleHardware) -> dict[str, Any
         node["maxReplicas"] = first.count - 1
     node |= _pod(first, device, is_alone=is_alone)
     values: dict[str, Any] = {"node": node}
-    if device.name != "cpu":
+    if device.kind == "cuda":
         values |= {"image": {"repository": GPU_IMAGE}, "startupSeconds": GPU_START_S}
     if hardware.is_mixed:
         _, second = machines
@@ -253,7 +257,7 @@ def _pod(machines: Machines, device: DeviceSpec, *, is_alone: bool) -> dict[str,
     """What each of these machines gives to its pod."""
     ranks = machines.devices
     pod: dict[str, Any] = {}
-    if device.name == "cpu":
+    if device.kind == "cpu":
         cores, memory_gib = ranks, math.ceil(ranks * (device.memory_bytes / GIB + CPU_RANK_GIB))
     else:
         pod["gpus"] = ranks

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import planner.devices
 from cluster.cli.commands.planning.plan import show
 from planner.devices import find_device
 from planner.hardware import Hardware, MixedHardware
@@ -31,9 +32,13 @@ from tandem.errors import InputError
 from tests.unit.deploy.test_chart import cluster_spec
 
 
-def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
+def planned(
+    layout: ClusterLayout, model: str, device: str, element_bytes: float | None = None
+) -> tuple[Plan, Hardware]:
     """A plan that came to `layout`."""
-    hardware = Hardware(find_model(model, ElementSizes(element_bytes, element_bytes)), find_device(device))
+    spec = find_device(device)
+    size = element_bytes or spec.element_bytes
+    hardware = Hardware(find_model(model, ElementSizes(size, size, spec.element_bytes)), spec)
     traffic = synthetic_trace(60, Gamma(0.1), LengthSpec(50, 0.1, 100), LengthSpec(5, 0.1, 10), seed=1)
     goal = Goal(Slo(ttft_s=100.0), max_devices=max(hardware.widths()[0], 1), step_tokens=(2048,))
     plan = make_plan(traffic, hardware, goal, SearchOptions(requests=50))
@@ -244,6 +249,22 @@ def test_each_role_serves_weights_in_a_format_of_its_device() -> None:
         ("int8", "fp8"),
         ("fp8", "fp8"),
     ]
+
+
+def test_a_cpu_of_any_name_has_the_pods_of_cpus(tmp_path: Path) -> None:
+    text = (Path(planner.devices.__file__).parent / "cpu.yaml").read_text()
+    mine = tmp_path / "epyc.yaml"
+    mine.write_text(text.replace("name: cpu\n", "name: epyc\n"))
+    found = yaml.safe_load(helm_values(*planned(ClusterLayout(1, 1, 1, 1, 2048), "smollm2-135m", str(mine)), "org/m"))
+    engine = found["cluster"]["models"][0]["engine"]
+    assert (engine["device"], engine["dtype"]) == ("cpu", "float32")
+    assert "gpus" not in found["node"]
+    assert found["node"]["resources"]["requests"]["cpu"] == "2"
+    assert "image" not in found
+    mine.write_text(text.replace("element_bytes: 4\n", "element_bytes: 1\n"))
+    odd = find_device(str(mine))
+    with pytest.raises(InputError, match=r"cpu: element_bytes: expected 2 \(bfloat16\) or 4 \(float32\), got 1"):
+        check_values(Hardware(find_model("smollm2-135m", ElementSizes(activations=odd.element_bytes)), odd))
 
 
 def test_without_a_label_of_its_nodes_a_device_has_no_values() -> None:
