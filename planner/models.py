@@ -126,12 +126,18 @@ class PlannedModel:
 
     @property
     def resident_bytes(self) -> float:
-        """Of all weights in memory."""
-        experts = self.shape.experts
-        if experts is None:
-            return self.resident_params * self.shape.weight_bytes
-        shared = self.resident_params - experts.all_params
-        return shared * self.shape.weight_bytes + experts.all_params * experts.weight_bytes
+        """Of all weights in memory. Embeddings stay as wide as activations, and the output head too; a CPU, which has
+        activations of four bytes, keeps a head in eight bits beside them."""
+        shape, experts = self.shape, 0.0
+        vocabulary = self.resident_params - shape.block_params
+        if shape.experts is not None:
+            experts = shape.experts.all_params * shape.experts.weight_bytes
+            vocabulary -= shape.experts.all_params
+        wide = max(shape.weight_bytes, shape.activation_bytes)
+        of_vocabulary = vocabulary * wide
+        if shape.weight_bytes < wide == 4.0:
+            of_vocabulary = shape.head_params * (wide + 1.0)
+        return shape.block_params * shape.weight_bytes + of_vocabulary + experts
 
     def fits_tp(self, tp: int) -> bool:
         """Like ModelConfig.fits_tp: whole heads, MLP rows and experts on each rank, KV heads whole or replicated."""
