@@ -222,7 +222,8 @@ def setup_of_spec(
                 f"{name}.tp: expected one of {fitting} for {hardware.model.name}, got {wanted.tp}", field=f"{name}.tp"
             )
         found = hardware.pool(wanted.workers, wanted.tp)
-        kv_tokens = hardware.kv_tokens(wanted.tp, engine.kv_memory_bytes)
+        on_gpu = hardware.device.kind == "cuda"
+        kv_tokens = hardware.kv_tokens(wanted.tp, engine.kv_memory_bytes if on_gpu else engine.cpu_pool_bytes)
         return replace(
             found,
             kv_tokens=kv_tokens if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.devices import find_device
+from planner.devices import DeviceSpec, find_device
 from planner.hardware import Hardware, setup_of_spec
 from planner.models import ElementSizes, find_model
 from planner.simulator.setup import Setup
@@ -15,9 +15,12 @@ from tandem.errors import ConfigError
 from tandem.scheduler.batching import BatchRule
 
 
-def setup(element_bytes: float = 2.0, **model: Any) -> Setup:
+def setup(
+    element_bytes: float = 2.0, name: str = "llama-3-8b", device: str | DeviceSpec = "h100", **model: Any
+) -> Setup:
     spec = ClusterSpec.model_validate({"models": [model], "control": {"backend": "subprocess"}})
-    hardware = Hardware(find_model("llama-3-8b", ElementSizes(element_bytes, element_bytes)), find_device("h100"))
+    device = find_device(device) if isinstance(device, str) else device
+    hardware = Hardware(find_model(name, ElementSizes(element_bytes, element_bytes, device.element_bytes)), device)
     return setup_of_spec(spec, hardware, mean_prompt_tokens=1000.0, trace_block=None)
 
 
@@ -43,6 +46,16 @@ def test_a_pool_has_the_memory_of_its_own_engine() -> None:
     assert found.prefill is not None
     assert found.decode.kv_tokens == (1 << 30) // 131_072
     assert found.prefill.kv_tokens == 4 * found.decode.kv_tokens, "twice as much in each of two ranks"
+
+
+def test_a_cpu_has_the_pool_that_its_engine_takes() -> None:
+    """Not all memory that is left, as a GPU."""
+    token_bytes = 2 * 30 * 3 * 64 * 4
+    demo: dict[str, Any] = {"element_bytes": 4.0, "name": "smollm2-135m", "device": "cpu"}
+    assert setup(**demo).decode.kv_tokens == (512 << 20) // token_bytes
+    assert setup(**demo, engine={"kv_memory_bytes": 1 << 30}).decode.kv_tokens == (1 << 30) // token_bytes
+    assert setup(**demo, engine={"kv_blocks": 100}).decode.kv_tokens == 1600
+    assert setup().decode.kv_tokens == int((72e9 - find_model("llama-3-8b").resident_bytes) / 131_072)
 
 
 def test_the_formats_of_the_spec_hold() -> None:
@@ -94,7 +107,7 @@ def test_as_many_devices_as_hold_the_shares(
 ) -> None:
     pools = [{"workers": workers, "tp": tp} for workers, tp in (prefill, decode)]
     engine = {"device": "cuda", "device_share": share}
-    spec = {"prefill": pools[0], "decode": pools[1], "engine": engine}
+    spec: dict[str, Any] = {"prefill": pools[0], "decode": pools[1], "engine": engine}
     assert setup(element_bytes=0.1, **spec).devices == devices
 
 
