@@ -4,7 +4,7 @@ the cost of its steps."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from planner.acceptance import Acceptance
 from planner.calibration.file import Calibration
 from planner.cost import ConstrainedCostModel, Corrections, CostModel, RooflineCostModel, StretchedCostModel
 from planner.devices import DeviceSpec
-from planner.models import PlannedModel
+from planner.models import PlannedModel, engine_bytes
 from planner.shared_host import HostCores
 from planner.simulator.setup import PoolSetup, Setup
 from tandem.config.engine import EngineSpec
@@ -206,13 +206,14 @@ def check_calibration(found: Calibration, hardware: Hardware) -> None:
 def setup_of_spec(
     spec: ClusterSpec, hardware: RoleHardware, *, mean_prompt_tokens: float, trace_block: int | None
 ) -> Setup:
-    """The simulator's setup of the cluster in `spec` on this hardware. Raises ConfigError."""
+    """The simulator's setup of the cluster in `spec` on this hardware. Raises ConfigError, also for workers of the
+    other kind of device."""
     if len(spec.models) != 1:
         raise ConfigError(f"models: expected one model to simulate, got {len(spec.models)}", field="models")
     model = spec.models[0]
     check_one_cost(model, is_mixed=hardware.is_mixed)
     engine = model.engine_of(Role.DECODE)
-    of_role = {role: _as_served(hardware.of(role), model.engine_of(role)) for role in Role}
+    of_role = {role: _as_served(hardware.of(role), model, role) for role in Role}
 
     def pool(role: Role) -> PoolSetup:
         name, wanted, engine, hardware = role.value, model.pool(role), model.engine_of(role), of_role[role]
@@ -253,20 +254,60 @@ def setup_of_spec(
     )
 
 
-def _as_served(hardware: Hardware, engine: EngineSpec) -> Hardware:
+def spec_notes(spec: ClusterSpec, hardware: RoleHardware) -> list[str]:
+    """What of `spec` is simulated otherwise than it would be deployed, or unlike the device file."""
+    model = spec.models[0]
+    return list(dict.fromkeys(note for role in Role for note in _notes(model, role, hardware.of(role).device)))
+
+
+def _notes(model: ModelSpec, role: Role, device: DeviceSpec) -> Iterator[str]:
+    engine = model.engine_of(role)
+    if not _is_named(model, role, "device") and device.kind == "cuda":
+        field = model.engine_field(role, "device")
+        yield f"{field} is {engine.device}, its default; set it to cuda to deploy what is simulated here"
+    _, _, wide = engine_bytes(engine)
+    if _has_dtype(model, role) and wide != device.element_bytes:
+        yield (
+            f"{model.engine_field(role, 'dtype')} is {engine.dtype}: elements of {wide:g} bytes, where the file of "
+            f"{device.name} has {device.element_bytes:g}; its peaks of arithmetic stay as they are"
+        )
+
+
+def _as_served(hardware: Hardware, model: ModelSpec, role: Role) -> Hardware:
     """A rank's share of the device, with elements in the engine's formats."""
-    device, model = hardware.device.shared(engine.device_share), _in_formats_of(engine, hardware.model)
-    return replace(hardware, device=device, model=model)
+    engine, device = model.engine_of(role), hardware.device
+    if _is_named(model, role, "device") and engine.on_gpu != (device.kind == "cuda") and model.pool(role).workers:
+        raise ConfigError(
+            f"--device: expected one of kind {'cuda' if engine.on_gpu else 'cpu'}, because "
+            f"{model.engine_field(role, 'device')} of the spec is {engine.device}, got {device.name}: name the device "
+            "that its workers run on",
+            field="--device",
+        )
+    of_dtype = _has_dtype(model, role) and hardware.model.gap is None
+    served = _in_formats_of(engine, hardware.model, of_dtype=of_dtype)
+    return replace(hardware, device=device.shared(engine.device_share), model=served)
 
 
-def _in_formats_of(engine: EngineSpec, model: PlannedModel) -> PlannedModel:
-    """Weights and KV in the formats that the spec names; otherwise as they are."""
-    shape = model.shape
-    if engine.weights != "dense":
-        size = 0.625 if engine.weights == "int4" else 1.0
-        shape = replace(shape, weight_bytes=size, experts=shape.experts and replace(shape.experts, weight_bytes=size))
-    if engine.kv_dtype != "auto":
-        shape = replace(shape, kv_bytes=1.0)
+def _is_named(model: ModelSpec, role: Role, name: str) -> bool:
+    """Whether the spec sets this field of a role's engine."""
+    return name in model.engine.model_fields_set or getattr(model.pool(role).engine, name) is not None
+
+
+def _has_dtype(model: ModelSpec, role: Role) -> bool:
+    """Whether the spec decides the dtype: with a device of its own, a default one too."""
+    return _is_named(model, role, "dtype") or _is_named(model, role, "device")
+
+
+def _in_formats_of(engine: EngineSpec, model: PlannedModel, *, of_dtype: bool) -> PlannedModel:
+    """Weights and KV in the formats that the spec names, all in its dtype if `of_dtype`; otherwise as they are."""
+    shape, (weights, kv, wide) = model.shape, engine_bytes(engine)
+    if of_dtype:
+        shape = replace(shape, activation_bytes=wide)
+    if of_dtype or engine.weights != "dense":
+        experts = shape.experts and replace(shape.experts, weight_bytes=weights)
+        shape = replace(shape, weight_bytes=weights, experts=experts)
+    if of_dtype or engine.kv_dtype != "auto":
+        shape = replace(shape, kv_bytes=kv)
     return replace(model, shape=shape)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from planner.shapes import ExpertShape, LatentShape, ModelShape, WindowShape
 from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.engine import EngineSpec
 from tandem.errors import ConfigError
+from tandem.kvcache.layout import DTYPE_BYTES
 
 MXFP4 = 0.53125  # bytes of an element: four bits, and eight for each block of 32
 
@@ -158,6 +160,13 @@ class ElementSizes:
     kv: float = 2.0
     activations: float = 2.0
     experts: float | None = None
+
+
+def engine_bytes(engine: EngineSpec) -> tuple[float, float, float]:
+    """Of an element of its weights, its KV and its activations."""
+    wide = float(DTYPE_BYTES[engine.dtype])
+    weights = {"dense": wide, "int4": 0.625}.get(engine.weights, 1.0)
+    return weights, wide if engine.kv_dtype == "auto" else 1.0, wide
 
 
 def find_model(name: str, elements: ElementSizes = ElementSizes()) -> PlannedModel:

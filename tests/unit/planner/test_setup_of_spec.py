@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from planner.devices import DeviceSpec, find_device
-from planner.hardware import Hardware, setup_of_spec
+from planner.hardware import Hardware, setup_of_spec, spec_notes
 from planner.models import ElementSizes, find_model
 from planner.simulator.setup import Setup
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.scheduler.batching import BatchRule
+
+GPU = {"device": "cuda", "dtype": "bfloat16"}
 
 
 def setup(
@@ -59,9 +61,38 @@ def test_a_cpu_has_the_pool_that_its_engine_takes() -> None:
 
 
 def test_the_formats_of_the_spec_hold() -> None:
-    wide, narrow = setup(), setup(engine={"device": "cuda", "dtype": "bfloat16", "weights": "fp8", "kv_dtype": "fp8"})
+    wide, narrow = setup(), setup(engine=GPU | {"weights": "fp8", "kv_dtype": "fp8"})
     assert narrow.decode.kv_tokens == pytest.approx((72 - 9.08) / (72 - 16.06) * 2 * wide.decode.kv_tokens, rel=0.01)
     assert narrow.kv_token_bytes == wide.kv_token_bytes / 2
+
+
+def test_the_dtype_of_the_spec_holds() -> None:
+    """Also the default, float32, if the spec names the device."""
+    half, single = setup(engine=GPU), setup(engine={"device": "cuda"})
+    assert half.kv_token_bytes == setup().kv_token_bytes
+    assert single.kv_token_bytes == 2 * half.kv_token_bytes
+    assert single.decode.kv_tokens == pytest.approx((72 - 32.12) / (72 - 16.06) / 2 * half.decode.kv_tokens, rel=0.01)
+    assert single.decode.cost.decode_step_s(1, 1) > 1.5 * half.decode.cost.decode_step_s(1, 1)
+    assert setup(engine={"dtype": "float32"}).kv_token_bytes == single.kv_token_bytes
+
+
+def test_what_the_spec_leaves_open_or_has_of_its_own_is_noted() -> None:
+    def notes(**engine: str) -> list[str]:
+        spec = ClusterSpec.model_validate({"models": [{"engine": engine}], "control": {"backend": "subprocess"}})
+        return spec_notes(spec, Hardware(find_model("llama-3-8b"), find_device("h100")))
+
+    assert notes(**GPU) == []
+    assert notes() == ["engine.device is cpu, its default; set it to cuda to deploy what is simulated here"]
+    (said,) = notes(device="cuda")
+    assert said.startswith("engine.dtype is float32: elements of 4 bytes, where the file of h100 has 2")
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", "cuda"), ("h100", "cpu")])
+def test_a_device_of_the_other_kind_is_refused(device: str, named: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--device: expected one of kind {named}, because engine.device.*got {device}"
+    ):
+        setup(device=device, name="smollm2-135m", engine={"device": named})
 
 
 def test_a_pool_batches_as_its_engine() -> None:
@@ -71,8 +102,8 @@ def test_a_pool_batches_as_its_engine() -> None:
 
 
 def test_a_rank_has_its_share_of_a_device() -> None:
-    whole = setup(engine={"device": "cuda"}).decode
-    half = setup(engine={"device": "cuda", "device_share": 0.5}).decode
+    whole = setup(engine=GPU).decode
+    half = setup(engine=GPU | {"device_share": 0.5}).decode
     # Both hold the weights of 16 GB; 72 and 36 GB are for them and for KV.
     assert half.kv_tokens / whole.kv_tokens == pytest.approx((36 - 16.06) / (72 - 16.06), rel=0.01)
     device = find_device("h100")
@@ -88,7 +119,7 @@ def test_a_rank_has_its_share_of_a_device() -> None:
 
 def test_weights_that_do_not_fit_into_a_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"llama-3-8b needs more than 2\.2 x 0\.1 of h100"):
-        setup(engine={"device": "cuda", "device_share": 0.1})
+        setup(engine=GPU | {"device_share": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -106,9 +137,9 @@ def test_as_many_devices_as_hold_the_shares(
     prefill: tuple[int, int], decode: tuple[int, int], share: float, devices: int
 ) -> None:
     pools = [{"workers": workers, "tp": tp} for workers, tp in (prefill, decode)]
-    engine = {"device": "cuda", "device_share": share}
-    spec: dict[str, Any] = {"prefill": pools[0], "decode": pools[1], "engine": engine}
-    assert setup(element_bytes=0.1, **spec).devices == devices
+    large = find_device("h100").model_copy(update={"memory_bytes": 1e12})
+    engine = GPU | {"device_share": share}
+    assert setup(device=large, prefill=pools[0], decode=pools[1], engine=engine).devices == devices
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from cluster.cli.commands.planning.inputs import (
 )
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
-from planner.hardware import RoleHardware, setup_of_spec
+from planner.hardware import RoleHardware, setup_of_spec, spec_notes
 from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Paper, Setup, Slo
@@ -84,6 +84,8 @@ def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: Clu
     mean_tokens = float(trace.prompt_tokens.mean())
     setup = setup_of_spec(spec, loaded, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
     check_context(trace, setup.max_model_tokens)
+    if cluster.config is not None:
+        trace = replace(trace, notes=(*trace.notes, *spec_notes(spec, loaded)))
     return LoadedSimulation(trace, loaded, setup)
 
 
