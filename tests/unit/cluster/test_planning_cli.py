@@ -285,6 +285,25 @@ def test_what_cannot_be_is_one_line_that_says_what_was_expected(arguments: list[
     assert "\n" not in result.exception.message
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("five.json", "5", "five.json: expected a JSON object"),
+        ("list.json", "[1]", "list.json: expected a JSON object"),
+        ("none.json", '{"widths": []}', "none.json: expected step times of one TP width or more, got none"),
+        ("text.json", "no", "text.json: expected a CSV table or JSON"),
+        ("t.csv:a/b", "", "t.csv, line 1: expected a column model"),
+        ("none.csv:a/b", None, "none.csv: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_cost_model_is_refused(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / name.partition(":")[0]).write_text(text)
+    result = run("simulate", *TRAFFIC, *MODEL, "--cost", str(tmp_path / name))
+    assert isinstance(result.exception, ConfigError)
+    assert said in result.exception.message
+
+
 @pytest.mark.parametrize("text", ["poisson", "poisson:x", "gamma:1", "often:3", "ramp:1:2"])
 def test_arrivals_of_no_known_form_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="poisson:RATE"):

@@ -155,6 +155,39 @@ def test_a_published_table_of_milliseconds_is_read_by_width(tmp_path: Path) -> N
         read_splitwise(path, "m", "other", lambda tp: LINK)
 
 
+HEAD = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"--cost: .*table\.csv: No such file or directory"),
+        (HEAD.replace(",tensor_parallel", ""), r"table\.csv, line 1: expected a column tensor_parallel"),
+        (HEAD + "m,h,64\n", r"table\.csv, line 2, tensor_parallel: expected a number above 0, got nothing"),
+        (HEAD + "m,h,64,1,128,9,9,2\nm,h,64,one,128,9,9,2\n", r"line 3, batch_size: expected a number.*got 'one'"),
+        (HEAD + "m,h,64,1,128,9,-1,2\n", r"line 2, token_time: expected a number above 0, got '-1'"),
+        (HEAD + "m,h,64,1,128,9,9,2\n", r"expected at least 3 prefill and 3 decode measurements, got 1 and 1"),
+        ("\0", r"expected a column model|expected a CSV table"),
+        (b"\xff\xfe", r"--cost: .*table\.csv: expected a CSV table"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_by_line_and_column(
+    tmp_path: Path, text: str | bytes | None, said: str
+) -> None:
+    path = tmp_path / "table.csv"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=said):
+        read_splitwise(path, "m", "h", lambda tp: LINK)
+
+
+@pytest.mark.parametrize("content", [5, None, [], {"opt": 5}, {"opt": [1]}, {"opt": {"one": {}}}, {"opt": {"1": 5}}])
+def test_published_coefficients_of_another_form_are_refused(tmp_path: Path, content: object) -> None:
+    (tmp_path / "fit.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError):
+        read_distserve(tmp_path / "fit.json", "opt", lambda tp: LINK)
+
+
 def test_published_coefficients_change_their_line_with_the_batch(tmp_path: Path) -> None:
     entry = {
         "decoding_large_small_bs_threshold": 10,

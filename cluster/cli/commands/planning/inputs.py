@@ -252,12 +252,16 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
         model, _, hardware = what.partition("/")
         return read_splitwise(path, model, hardware, device.link.shape)
     try:
-        is_measured = "widths" in json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--cost: {name}: {error.strerror}", field="--cost") from None
     except ValueError:
         raise ConfigError(f"--cost: {name}: expected a CSV table or JSON", field="--cost") from None
-    return read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
+    is_measured = isinstance(found, dict) and "widths" in found
+    costs = read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
+    if not costs:
+        raise ConfigError(f"--cost: {name}: expected step times of one TP width or more, got none", field="--cost")
+    return costs
 
 
 def calibration_json(hardware: RoleHardware) -> dict[str, Any]:
