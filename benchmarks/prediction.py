@@ -142,8 +142,8 @@ def profiled(folder: Path, weights: str, grid: Grid, name: str | None = None) ->
 
 
 def load_measured_hardware(cost: Path) -> Hardware:
-    """The demo model on this machine, from the measurements of `tandem profile`. KV is in float32."""
-    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0, one_host=True))
+    """The demo model on this machine, from the measurements of `tandem profile`."""
+    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, one_host=True))
 
 
 class CellJournal:

@@ -252,7 +252,7 @@ def _positive(path: Path, line: int, row: Mapping[str, str | None], column: str)
 def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
     """Cost models by TP width from DistServe's published fits, which include no measurements, so `fit_error` is None.
     Raises ConfigError."""
-    tables = _json(path)
+    tables = read_json(path)
     if model not in tables:
         raise ConfigError(f"{path.name}: expected one of {', '.join(tables)}, got {model!r}", field="--cost")
     try:
@@ -272,7 +272,7 @@ def read_measured(path: Path) -> dict[int, CostModel]:
     """Reads a file of `write_measured`. Raises ConfigError."""
     try:
         found: dict[int, CostModel] = {}
-        for entry in _json(path)["widths"]:
+        for entry in read_json(path)["widths"]:
             prefills = [PrefillPoint(*point) for point in entry["prefill"]]
             decodes = [DecodePoint(*point) for point in entry["decode"]]
             mixed = [MixedPoint(*point) for point in entry.get("mixed", ())]
@@ -310,7 +310,7 @@ class Measurements(NamedTuple):
 
 def read_mask_s_per_row(path: Path) -> float | None:
     """Reads the cost of masks from a file of `write_measured`; None: it was not measured. Raises ConfigError."""
-    found = _json(path).get("mask_s_per_row")
+    found = read_json(path).get("mask_s_per_row")
     if found is not None and not (isinstance(found, float | int) and found >= 0):
         raise ConfigError(f"{path.name}: mask_s_per_row: expected seconds, got {found!r}", field="--cost")
     return found
@@ -318,7 +318,7 @@ def read_mask_s_per_row(path: Path) -> float | None:
 
 def read_acceptance(path: Path) -> Acceptance | None:
     """Reads what speculation gave from a file of `write_measured`; None: it was not measured. Raises ConfigError."""
-    found = _json(path).get("acceptance")
+    found = read_json(path).get("acceptance")
     try:
         acceptance = None if found is None else Acceptance(**found)
         is_possible = acceptance is None or acceptance.is_possible
@@ -333,7 +333,7 @@ def read_acceptance(path: Path) -> Acceptance | None:
 
 def read_host(path: Path) -> HostCores:
     """Reads the host from a file of `write_measured`. Raises ConfigError."""
-    host = _json(path).get("host")
+    host = read_json(path).get("host")
     if host is None:
         raise ConfigError(
             f"{path.name}: expected a `host` entry, found none: measure one with `tandem profile --device cpu`",
@@ -350,7 +350,7 @@ def read_host(path: Path) -> HostCores:
 def write_measured(
     path: Path,
     widths: dict[int, Measurements],
-    about: dict[str, str],
+    about: Mapping[str, Any],
     host: HostCores | None = None,
     mask_s_per_row: float | None = None,
     acceptance: Acceptance | None = None,
@@ -372,7 +372,7 @@ def write_measured(
         }
         for tp, each in widths.items()
     ]
-    content: dict[str, Any] = {"about": about, "widths": entries}
+    content: dict[str, Any] = {"about": dict(about), "widths": entries}
     content |= {} if host is None else {"host": asdict(host)}
     content |= {} if mask_s_per_row is None else {"mask_s_per_row": mask_s_per_row}
     content |= {} if acceptance is None else {"acceptance": asdict(acceptance)}
@@ -380,7 +380,8 @@ def write_measured(
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

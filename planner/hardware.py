@@ -13,6 +13,7 @@ from planner.calibration.file import Calibration
 from planner.cost import ConstrainedCostModel, Corrections, CostModel, RooflineCostModel, StretchedCostModel
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel, engine_bytes
+from planner.profiled import Profiled
 from planner.shared_host import HostCores
 from planner.simulator.setup import PoolSetup, Setup
 from tandem.config.engine import EngineSpec
@@ -32,7 +33,7 @@ class Hardware:
     """`measured`: cost models by TP width that replace the roofline model. `host`: the host that all workers share;
     None: each has its own hardware. `constrained`: the share of requests whose answers a grammar constrains, each row
     of which takes `mask_s_per_row` more. `acceptance` None: no speculation. `calibration` None: as the cost model
-    says."""
+    says. `profiled`: what the cost models were measured on, if they are of `tandem profile`. `notes`: on them."""
 
     model: PlannedModel
     device: DeviceSpec
@@ -43,6 +44,8 @@ class Hardware:
     acceptance: Acceptance | None = None
     stretch: float = 1.0  # how many times as long as the cost model says steps take
     calibration: Calibration | None = None
+    profiled: Profiled | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def corrections(self) -> Corrections:
@@ -283,6 +286,8 @@ def _as_served(hardware: Hardware, model: ModelSpec, role: Role) -> Hardware:
             "that its workers run on",
             field="--device",
         )
+    if hardware.profiled is not None and model.pool(role).workers:
+        hardware.profiled.check_engine(model, role)
     of_dtype = _has_dtype(model, role) and hardware.model.gap is None
     served = _in_formats_of(engine, hardware.model, of_dtype=of_dtype)
     return replace(hardware, device=device.shared(engine.device_share), model=served)

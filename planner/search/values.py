@@ -30,6 +30,7 @@ GPU_START_S = 1800
 PRODUCT_LABEL = "nvidia.com/gpu.product"  # of nodes, by NVIDIA's GPU feature discovery
 CPU_RANK_GIB = 2  # of a rank, in addition to its weights and KV pool
 MIB, GIB = 1 << 20, 1 << 30
+_MEASURED = ("weights", "kv_dtype", "kernels", "batch_invariant", "threads_per_rank")  # and kept as profiled
 _DTYPES = {2.0: "bfloat16", 4.0: "float32"}  # by bytes of an activation
 
 
@@ -142,8 +143,9 @@ def _own_engine(layout: ClusterLayout, hardware: RoleHardware) -> dict[str, Any]
     return {"engine": engine} if engine else {}
 
 
-def formats(hardware: Hardware) -> dict[str, str]:
-    """Engine settings for elements of these sizes. Raises InputError for those that no engine serves."""
+def formats(hardware: Hardware) -> dict[str, Any]:
+    """Engine settings for elements of these sizes, or those that the step times were measured with. Raises InputError
+    for those that no engine serves."""
     shape, device = hardware.model.shape, hardware.device
     if hardware.model.gap is not None:
         raise InputError(
@@ -151,6 +153,15 @@ def formats(hardware: Hardware) -> dict[str, str]:
             "plan without",
             field="--values",
         )
+    if (profiled := hardware.profiled) is not None and (engine := profiled.engine) is not None:
+        if engine.kind != "tandem":
+            raise InputError(
+                f"--values: expected step times of Tandem's own engine, got {profiled.file} of engine.kind "
+                f"{engine.kind}: plan without --values",
+                field="--values",
+            )
+        measured = engine.model_dump(include={*_MEASURED}, exclude_defaults=True)
+        return {"dtype": engine.dtype, **measured}
     wide = shape.activation_bytes
     if wide not in _DTYPES:
         raise InputError(
@@ -236,7 +247,8 @@ def _pods(machines: Sequence[Machines], hardware: RoleHardware) -> dict[str, Any
     node: dict[str, Any] = {"replicas": first.count - 1}
     if first.count - 1 > CHART_NODES:
         node["maxReplicas"] = first.count - 1
-    node |= _pod(first, device, is_alone=is_alone)
+    threads = formats(hardware.of(Role.PREFILL)).get("threads_per_rank", 1)
+    node |= _pod(first, device, threads, is_alone=is_alone)
     values: dict[str, Any] = {"node": node}
     if device.kind == "cuda":
         values |= {"image": {"repository": GPU_IMAGE}, "startupSeconds": GPU_START_S}
@@ -246,19 +258,19 @@ def _pods(machines: Sequence[Machines], hardware: RoleHardware) -> dict[str, Any
         values["node"] = {"roles": [Role.PREFILL.value], **node, "nodeSelector": node_selector(device)}
         group = {"name": "decode", "roles": [Role.DECODE.value], "replicas": second.count}
         if second.devices != first.devices:  # else as in `node`, so that one --set is for both
-            group |= _pod(second, decode, is_alone=False)
+            group |= _pod(second, decode, threads, is_alone=False)
         values["nodeGroups"] = [{**group, "nodeSelector": node_selector(decode)}]
     if not is_alone:  # only the head pod can reach an embedded Redis
         values["redis"] = {"mode": "valkey", "valkey": {"auth": {"existingSecret": REDIS_SECRET}}}
     return values
 
 
-def _pod(machines: Machines, device: DeviceSpec, *, is_alone: bool) -> dict[str, Any]:
-    """What each of these machines gives to its pod."""
+def _pod(machines: Machines, device: DeviceSpec, threads: int, *, is_alone: bool) -> dict[str, Any]:
+    """What each of these machines gives to its pod. `threads`: of a rank on a CPU."""
     ranks = machines.devices
     pod: dict[str, Any] = {}
     if device.kind == "cpu":
-        cores, memory_gib = ranks, math.ceil(ranks * (device.memory_bytes / GIB + CPU_RANK_GIB))
+        cores, memory_gib = ranks * threads, math.ceil(ranks * (device.memory_bytes / GIB + CPU_RANK_GIB))
     else:
         pod["gpus"] = ranks
         if not is_alone:

@@ -291,7 +291,7 @@ def test_what_cannot_be_is_one_line_that_says_what_was_expected(arguments: list[
         ("five.json", "5", "five.json: expected a JSON object"),
         ("list.json", "[1]", "list.json: expected a JSON object"),
         ("none.json", '{"widths": []}', "none.json: expected step times of one TP width or more, got none"),
-        ("text.json", "no", "text.json: expected a CSV table or JSON"),
+        ("text.json", "no", "text.json: expected a JSON object"),
         ("t.csv:a/b", "", "t.csv, line 1: expected a column model"),
         ("none.csv:a/b", None, "none.csv: No such file or directory"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,8 @@ from planner.fitted import (
     read_splitwise,
 )
 from planner.hardware import Hardware, MixedHardware, RoleHardware, check_calibration
-from planner.models import ElementSizes, find_model
+from planner.models import ElementSizes, engine_bytes, find_model
+from planner.profiled import Profiled
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
 from planner.traces.read import read_trace, with_gap_noted
@@ -67,7 +67,7 @@ class HardwareFlags:
     device: str
     cost: str | None = None
     price: float | None = None
-    element_bytes: float | None = None  # of weights and KV; None: as published, and the device's default
+    element_bytes: float | None = None  # of weights and KV; None: as profiled, else as published or the device's
     one_host: bool = False
     constrained: float = 0.0
     acceptance: str | None = None
@@ -200,29 +200,57 @@ def _uncalibrated(flags: HardwareFlags) -> Hardware:
             f"--constrained: expected a share from 0 to 1, got {flags.constrained:g}", field="--constrained"
         )
     acceptance = None if flags.acceptance is None else Acceptance.parse(flags.acceptance)
-    kv = next(size for size in (flags.kv_bytes, flags.element_bytes, device.element_bytes) if size is not None)
-    elements = ElementSizes(flags.element_bytes, kv, device.element_bytes, flags.expert_bytes)
-    model = find_model(flags.model, elements)
+    profiled = None if flags.cost is None else _profiled(flags.cost)
+    model = find_model(flags.model, _elements(flags, device, profiled))
     if flags.expert_bytes is not None and model.shape.experts is None:
         raise ConfigError(f"--expert-bytes: expected none: {model.name} has no experts", field="--expert-bytes")
-    hardware = Hardware(model, device, constrained=flags.constrained, acceptance=acceptance)
-    if flags.cost is None:
-        if flags.one_host:
-            raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
-        return hardware
-    host = read_host(Path(flags.cost)) if flags.one_host else None
-    costs = _costs(flags.cost, device)
-    is_profile = flags.cost.endswith(".json")
-    masks_s = read_mask_s_per_row(Path(flags.cost)) if is_profile else None
-    if acceptance is None and is_profile:
-        acceptance = read_acceptance(Path(flags.cost))
+    hardware = Hardware(model, device, constrained=flags.constrained, acceptance=acceptance, profiled=profiled)
+    if flags.cost is not None:
+        return _with_cost(hardware, flags.cost, one_host=flags.one_host)
+    if flags.one_host:
+        raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
+    return hardware
+
+
+def _with_cost(hardware: Hardware, cost: str, *, one_host: bool) -> Hardware:
+    """With the step times of a file, and what else a profile has measured. Raises ConfigError."""
+    path, profiled = _cost_path(cost), hardware.profiled
+    host = read_host(path) if one_host else None
+    measured = _costs(cost, hardware.device, is_profile=profiled is not None)
+    if profiled is None:
+        return replace(hardware, measured=measured, host=host)
+    profiled.check(hardware.model, hardware.device)
+    masks_s = read_mask_s_per_row(path)
     return replace(
         hardware,
-        measured=costs,
+        measured=measured,
         host=host,
         mask_s_per_row=hardware.mask_s_per_row if masks_s is None else masks_s,
-        acceptance=acceptance,
+        acceptance=read_acceptance(path) if hardware.acceptance is None else hardware.acceptance,
+        notes=tuple(profiled.notes(hardware.model)),
     )
+
+
+def _elements(flags: HardwareFlags, device: DeviceSpec, profiled: Profiled | None) -> ElementSizes:
+    """As a profile was measured; else as the options say, or the device has them. Raises ConfigError for options that
+    contradict a profile."""
+    if profiled is None or profiled.engine is None:
+        kv = next(size for size in (flags.kv_bytes, flags.element_bytes, device.element_bytes) if size is not None)
+        return ElementSizes(flags.element_bytes, kv, device.element_bytes, flags.expert_bytes)
+    engine = profiled.engine
+    weights, kv, activations = engine_bytes(engine)
+    for option, given, measured in (
+        ("--element-bytes", flags.element_bytes, weights),
+        ("--kv-bytes", flags.kv_bytes, kv),
+        ("--expert-bytes", flags.expert_bytes, weights),
+    ):
+        if given not in (None, measured):
+            raise ConfigError(
+                f"{option}: expected {measured:g} or none, because {profiled.file} was measured with weights "
+                f"{engine.weights}, kv_dtype {engine.kv_dtype} and dtype {engine.dtype}, got {given:g}",
+                field=option,
+            )
+    return ElementSizes(weights, kv, activations)
 
 
 def load_role_hardware(flags: HardwareFlags, devices: Mapping[Role, str]) -> RoleHardware:
@@ -244,23 +272,24 @@ def load_role_hardware(flags: HardwareFlags, devices: Mapping[Role, str]) -> Rol
     return decode if prefill.device == decode.device else MixedHardware.pair(prefill, decode)
 
 
-def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
-    """Reads the cost file; its content decides its format."""
-    name, _, what = text.partition(":")
-    path = Path(name)
+def _cost_path(cost: str) -> Path:
+    return Path(cost.partition(":")[0])
+
+
+def _profiled(cost: str) -> Profiled | None:
+    """None: the file is none of `tandem profile`. Raises ConfigError."""
+    path = _cost_path(cost)
+    return None if path.suffix == ".csv" else Profiled.read(path)
+
+
+def _costs(cost: str, device: DeviceSpec, *, is_profile: bool) -> dict[int, CostModel]:
+    path, (_, _, what) = _cost_path(cost), cost.partition(":")
     if path.suffix == ".csv":
         model, _, hardware = what.partition("/")
         return read_splitwise(path, model, hardware, device.link.shape)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--cost: {name}: {error.strerror}", field="--cost") from None
-    except ValueError:
-        raise ConfigError(f"--cost: {name}: expected a CSV table or JSON", field="--cost") from None
-    is_measured = isinstance(found, dict) and "widths" in found
-    costs = read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
+    costs = read_measured(path) if is_profile else read_distserve(path, what, device.link.shape)
     if not costs:
-        raise ConfigError(f"--cost: {name}: expected step times of one TP width or more, got none", field="--cost")
+        raise ConfigError(f"--cost: {path}: expected step times of one TP width or more, got none", field="--cost")
     return costs
 
 
@@ -272,7 +301,8 @@ def calibration_json(hardware: RoleHardware) -> dict[str, Any]:
 def describe_costs(hardware: RoleHardware, tp: int, others: Iterable[int] = ()) -> str:
     """`tp`: of decode workers, beside workers of other widths."""
     if not hardware.is_mixed:
-        return describe_cost(hardware.of(Role.DECODE), tp, others)
+        alone = hardware.of(Role.DECODE)
+        return "; ".join((describe_cost(alone, tp, others), *alone.notes))
     return "; ".join(f"{role}: {describe_cost(hardware.of(role), tp)}" for role in Role)  # no device is measured
 
 

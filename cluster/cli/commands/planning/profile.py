@@ -20,6 +20,7 @@ from planner.acceptance import MOST_TOKENS, Acceptance, chance_of
 from planner.devices import find_device
 from planner.fitted import Measurements, fit, read_measured, write_measured
 from planner.hardware import check_one_cost
+from planner.profiled import sizes_of
 from planner.shared_host import Contention, HostCores
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Role
@@ -60,7 +61,11 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
             if pair is not None:
                 host, measured = pair.host, as_in_a_worker(measured, pair, slower, console.print)
     acceptance = None if engine.speculation == "none" else measured_acceptance(engine, resolved.folder, console.print)
-    about = {"model": resolved.spec.served_name, "engine": engine.model_dump_json(exclude_none=True)}
+    about = {
+        "model": resolved.spec.served_name,
+        "sizes": sizes_of(resolved.config),
+        "engine": engine.model_dump_json(exclude_none=True),
+    }
     write_measured(output, {1: measured}, about, host, masks_s, acceptance, usual._asdict())
     error = read_measured(output)[1].fit_error
     console.print(f"{output}: {len(prefills)} prefill and {len(decodes)} decode steps, mean fit error {error:.1%}")

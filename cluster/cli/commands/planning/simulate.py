@@ -24,6 +24,7 @@ from cluster.cli.commands.planning.inputs import (
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import RoleHardware, setup_of_spec, spec_notes
+from planner.profiled import SETTINGS
 from planner.simulator.outcome import LatencyQuantiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Paper, Setup, Slo
@@ -31,6 +32,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.context import check_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 
@@ -79,6 +81,7 @@ def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: Clu
     spec = load_spec(cluster.config, changes)
     wanted = replace(hardware, model=hardware.model or spec.models[0].source)
     loaded = load_role_hardware(wanted, _devices(cluster, has_prefill=bool(spec.models[0].prefill.workers)))
+    spec = spec if cluster.config is not None else _as_profiled(spec, loaded)
     trace = load_traffic(traffic)
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean_tokens = float(trace.prompt_tokens.mean())
@@ -87,6 +90,16 @@ def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: Clu
     if cluster.config is not None:
         trace = replace(trace, notes=(*trace.notes, *spec_notes(spec, loaded)))
     return LoadedSimulation(trace, loaded, setup)
+
+
+def _as_profiled(spec: ClusterSpec, hardware: RoleHardware) -> ClusterSpec:
+    """Without a spec of the user's, engines have the settings that the step times were measured with."""
+    profiled, (model, *others) = hardware.of(Role.DECODE).profiled, spec.models
+    if profiled is None or profiled.engine is None:
+        return spec
+    own = {name: getattr(profiled.engine, name) for name in SETTINGS if name not in model.engine.model_fields_set}
+    model = model.model_copy(update={"engine": model.engine.model_copy(update=own)})
+    return spec.model_copy(update={"models": (model, *others)})
 
 
 def run_simulate(flags: SimulateFlags) -> int:
