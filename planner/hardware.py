@@ -260,11 +260,14 @@ def setup_of_spec(
 def spec_notes(spec: ClusterSpec, hardware: RoleHardware) -> list[str]:
     """What of `spec` is simulated otherwise than it would be deployed, or unlike the device file."""
     model = spec.models[0]
-    return list(dict.fromkeys(note for role in Role for note in _notes(model, role, hardware.of(role).device)))
+    return list(dict.fromkeys(note for role in Role for note in _notes(model, role, hardware.of(role))))
 
 
-def _notes(model: ModelSpec, role: Role, device: DeviceSpec) -> Iterator[str]:
-    engine = model.engine_of(role)
+def _notes(model: ModelSpec, role: Role, hardware: Hardware) -> Iterator[str]:
+    engine, device = model.engine_of(role), hardware.device
+    if hardware.acceptance is not None and engine.speculation == "none":
+        field = model.engine_field(role, "speculation")
+        yield f"{field} is none, and speculation is simulated: set it to deploy what is simulated here"
     if not _is_named(model, role, "device") and device.kind == "cuda":
         field = model.engine_field(role, "device")
         yield f"{field} is {engine.device}, its default; set it to cuda to deploy what is simulated here"

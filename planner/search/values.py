@@ -56,6 +56,7 @@ def check_values(hardware: RoleHardware) -> None:
     """Raises InputError if no values file can deploy plans on this hardware."""
     for role in Role:
         formats(hardware.of(role))
+        speculation(hardware.of(role))
     if hardware.is_mixed:
         for role in Role:
             node_selector(hardware.of(role).device)
@@ -111,6 +112,7 @@ def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
                 "engine": {
                     "device": decode.device.kind,
                     **formats(decode),
+                    **speculation(decode),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
                     "kv_memory_bytes": int(decode.kv_rank_bytes(layout.decode_tp)),
                     "max_running_requests": plan.goal.max_running_requests,
@@ -185,6 +187,30 @@ def formats(hardware: Hardware) -> dict[str, Any]:
             )
     found = {"dtype": _DTYPES[wide], "weights": weights[shape.weight_bytes], "kv_dtype": kv[shape.kv_bytes]}
     return {name: value for name, value in found.items() if value not in ("dense", "auto")}
+
+
+def speculation(hardware: Hardware) -> dict[str, Any]:
+    """Engine settings of the speculation that a plan counts on, as it was profiled. Raises InputError for one of which
+    only the acceptance is known."""
+    if hardware.acceptance is None:
+        return {}
+    engine = None if hardware.profiled is None else hardware.profiled.engine
+    if engine is None or engine.speculation == "none":
+        raise InputError(
+            "--values: expected to know how the tokens are proposed that the plan counts on, got their acceptance "
+            "only: give --cost a file of `tandem profile` with engine.speculation, or leave out one of both options",
+            field="--values",
+        )
+    drafter = engine.speculation_model
+    if drafter is not None and drafter.startswith(("/", ".")) and not drafter.startswith(f"{MODEL_VOLUME}/"):
+        raise InputError(
+            f"--values: engine.speculation_model: expected a folder below {MODEL_VOLUME}, where the chart mounts the "
+            f"volume, got {drafter}: profile with such a path, or plan without --values",
+            field="--values",
+        )
+    settings = engine.model_dump(exclude_defaults=True).items()
+    found = {name: value for name, value in settings if name.startswith("speculation")}
+    return found | {"speculation_tokens": hardware.acceptance.tokens}
 
 
 def _stored_bytes(hardware: Hardware) -> float:

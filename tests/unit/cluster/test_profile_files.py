@@ -12,8 +12,10 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli.commands.planning.inputs import HardwareFlags, describe_costs, load_hardware
 from cluster.cli.main import app
+from planner.acceptance import Acceptance
 from planner.fitted import DecodePoint, Measurements, PrefillPoint, write_measured
-from planner.hardware import Hardware, setup_of_spec
+from planner.hardware import Hardware, setup_of_spec, spec_notes
+from planner.search.values import check_values, speculation
 from planner.shapes import LinkShape
 from tandem.config.engine import EngineSpec
 from tandem.config.spec import ClusterSpec
@@ -25,11 +27,13 @@ TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--req
 PLAN = ["--ttft", "2", "--devices", "2", "--simulated", "50", "--step-tokens", "512", "--jobs", "1"]
 
 
-def profile(folder: Path, engine: EngineSpec = INT8, **about: Any) -> Path:
+def profile(folder: Path, engine: EngineSpec = INT8, acceptance: Acceptance | None = None, **about: Any) -> Path:
     prefills = [PrefillPoint(tokens, 0, 0.004 + 1e-5 * tokens) for tokens in (16, 64, 256, 1024)]
     decodes = [DecodePoint(batch, 256 * batch, 0.004 + 1e-4 * batch) for batch in (1, 4, 16)]
     found = {"model": "smollm2-135m", "sizes": SIZES, "engine": engine.model_dump_json(exclude_none=True)} | about
-    write_measured(folder / "cost.json", {1: Measurements(prefills, decodes, LinkShape(1e9))}, found)
+    write_measured(
+        folder / "cost.json", {1: Measurements(prefills, decodes, LinkShape(1e9))}, found, acceptance=acceptance
+    )
     return folder / "cost.json"
 
 
@@ -124,6 +128,41 @@ def test_values_deploy_what_was_measured(tmp_path: Path) -> None:
     assert (engine.dtype, engine.weights, engine.kv_dtype, engine.threads_per_rank) == ("float32", "int8", "int8", 4)
     ranks = json.loads(run("plan", *TRAFFIC, *model, *PLAN, "--json").stdout)["chosen"]["deployed"]["devices"]
     assert found["node"]["resources"]["requests"]["cpu"] == str(4 * ranks)
+
+
+LOOKUP = EngineSpec(speculation="lookup", speculation_tokens=4)
+
+
+def test_a_profile_that_turns_speculation_on_says_so_and_values_have_it(tmp_path: Path) -> None:
+    values, cost = tmp_path / "values.yaml", profile(tmp_path, LOOKUP, Acceptance(0.7, 3))
+    model = ["--model", "smollm2-135m", "--device", "cpu", "--cost", str(cost)]
+    result = run("plan", *TRAFFIC, *model, *PLAN, "--values", str(values))
+    assert result.exit_code == 0, result.output
+    assert "speculation is on, because cost.json was measured with it" in result.stdout.replace("\n", " ")
+    engine = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"]).models[0].engine
+    assert (engine.speculation, engine.speculation_tokens) == ("lookup", 3)
+    assert "is on, because" not in describe_costs(loaded(cost, acceptance="0.5:4"), 1)
+    assert speculation(loaded(cost, acceptance="0.5:4")) == {"speculation": "lookup", "speculation_tokens": 4}
+
+
+def test_speculation_that_no_setting_is_known_for_has_no_values(tmp_path: Path) -> None:
+    for hardware in (
+        load_hardware(HardwareFlags("smollm2-135m", "cpu", acceptance="0.7:4")),
+        loaded(profile(tmp_path), acceptance="0.7"),
+    ):
+        with pytest.raises(InputError, match="--values: expected to know how the tokens are proposed"):
+            check_values(hardware)
+    draft = EngineSpec(speculation="draft", speculation_model="/home/me/small")
+    with pytest.raises(InputError, match=r"engine\.speculation_model: expected a folder below /models.*got /home/me"):
+        check_values(loaded(profile(tmp_path, draft, Acceptance(0.7))))
+
+
+def test_a_spec_without_the_speculation_that_is_simulated_is_noted(tmp_path: Path) -> None:
+    hardware = loaded(profile(tmp_path, LOOKUP, Acceptance(0.7)))
+    spec = ClusterSpec.model_validate({"models": [{}], "control": {"backend": "subprocess"}})
+    assert spec_notes(spec, hardware) == [
+        "engine.speculation is none, and speculation is simulated: set it to deploy what is simulated here"
+    ]
 
 
 def test_values_of_another_engine_are_refused_before_the_search(tmp_path: Path) -> None:

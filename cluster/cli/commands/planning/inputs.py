@@ -220,14 +220,17 @@ def _with_cost(hardware: Hardware, cost: str, *, one_host: bool) -> Hardware:
     if profiled is None:
         return replace(hardware, measured=measured, host=host)
     profiled.check(hardware.model, hardware.device)
-    masks_s = read_mask_s_per_row(path)
+    masks_s, acceptance = read_mask_s_per_row(path), hardware.acceptance
+    notes = list(profiled.notes(hardware.model))
+    if acceptance is None and (acceptance := read_acceptance(path)) is not None:
+        notes.append(f"speculation is on, because {profiled.file} was measured with it")
     return replace(
         hardware,
         measured=measured,
         host=host,
         mask_s_per_row=hardware.mask_s_per_row if masks_s is None else masks_s,
-        acceptance=read_acceptance(path) if hardware.acceptance is None else hardware.acceptance,
-        notes=tuple(profiled.notes(hardware.model)),
+        acceptance=acceptance,
+        notes=tuple(notes),
     )
 
 
