@@ -14,7 +14,7 @@ import csv
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,14 @@ class MixedPoint(NamedTuple):
     seconds: float
 
 
+class Reach(NamedTuple):
+    """The most in a step: tokens of prompts, requests that decode, and tokens of one request's context."""
+
+    prompt_tokens: int
+    requests: int
+    context_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """a + b·x + c·y, at least 0."""
@@ -81,7 +89,8 @@ class PiecewisePlane:
 @dataclass(frozen=True, slots=True)
 class FittedCostModel:
     """`prefill` has breakpoints in tokens of a step, `decode` in requests. `beside`: what decoding adds to a step with
-    prompts, over what it takes alone without the fixed cost of a step: less than 1 where rows share products."""
+    prompts, over what it takes alone without the fixed cost of a step: less than 1 where rows share products. `reach`:
+    what was measured; None: not known."""
 
     prefill: PiecewisePlane
     decode: PiecewisePlane
@@ -89,6 +98,17 @@ class FittedCostModel:
     fit_error: float | None = None
     source: str = ""
     beside: float = 1.0
+    reach: Reach | None = field(default=None, repr=False)  # calibrations are known by this text
+
+    def beyond(self, asked: Reach) -> str | None:
+        """A note if more is asked for than was measured."""
+        names = ("prompt tokens in a step", "requests at a time", "tokens of a context")
+        over = [
+            f"{most:,} {name} (measured: {measured:,})"
+            for name, most, measured in zip(names, asked, self.reach or asked, strict=True)
+            if most > measured
+        ]
+        return f"the last slope continues beyond what was measured, up to {', '.join(over)}" if over else None
 
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
@@ -151,6 +171,11 @@ def fit(
         link,
         fit_error=max(prefill.error, decode.error),
         source=source,
+        reach=Reach(
+            max(tokens),
+            max(batches),
+            max(*(p.tokens + p.context for p in prefills), *(d.context_tokens // max(1, d.batch) for d in decodes)),
+        ),
     )
     return replace(model, beside=_beside(model, mixed)) if mixed else model
 

@@ -165,6 +165,17 @@ def test_a_spec_without_the_speculation_that_is_simulated_is_noted(tmp_path: Pat
     ]
 
 
+def test_step_times_beyond_the_measured_ones_are_noted(tmp_path: Path) -> None:
+    model = ["--model", "smollm2-135m", "--device", "cpu", "--cost", str(profile(tmp_path))]
+    beyond = "the last slope continues beyond what was measured, up to "
+    planned = run("plan", *TRAFFIC, *model, *PLAN, "--running", "256", "--json").stdout
+    assert json.loads(planned)["cost_model"].endswith(f"{beyond}60 requests at a time (measured: 16)")
+    simulated = json.loads(run("simulate", *TRAFFIC, *model, "--json").stdout)["cost_model"]
+    assert simulated.endswith(f"{beyond}60 requests at a time (measured: 16)")
+    few = json.loads(run("plan", *TRAFFIC, *model, *PLAN, "--running", "16", "--json").stdout)["cost_model"]
+    assert "last slope" not in few
+
+
 def test_values_of_another_engine_are_refused_before_the_search(tmp_path: Path) -> None:
     cost = profile(tmp_path, EngineSpec(kind="vllm", block_tokens=32))
     model = ["--model", "smollm2-135m", "--device", "cpu", "--cost", str(cost)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from planner.fitted import (
     Measurements,
     MixedPoint,
     PrefillPoint,
+    Reach,
     fit,
     read_distserve,
     read_measured,
@@ -112,6 +114,18 @@ def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
     write_measured(tmp_path / "cost.json", {2: Measurements(prefills, decodes, LINK)}, {"device": "test"})
     (model,) = read_measured(tmp_path / "cost.json").values()
     assert model.prefill_s(300, 100) == pytest.approx(prefill_s(300, 100))
+
+
+def test_steps_beyond_what_was_measured_are_noted() -> None:
+    model = fit(*measured(), LINK, "test")
+    assert model.reach == Reach(1024, 16, 1536)
+    assert model.beyond(Reach(1024, 16, 1536)) is None
+    assert model.beyond(Reach(8192, 256, 1536)) == (
+        "the last slope continues beyond what was measured, up to 8,192 prompt tokens in a step (measured: 1,024), 256 "
+        "requests at a time (measured: 16)"
+    )
+    assert "2,000 tokens of a context (measured: 1,536)" in (model.beyond(Reach(1, 1, 2000)) or "")
+    assert repr(model) == repr(replace(model, reach=None)), "or calibrations of it would be refused"
 
 
 def bent_s(batch: int, context: int) -> float:

@@ -14,6 +14,8 @@ from planner.calibration.file import read_calibration
 from planner.cost import CostModel
 from planner.devices import DeviceSpec, find_device
 from planner.fitted import (
+    FittedCostModel,
+    Reach,
     read_acceptance,
     read_distserve,
     read_host,
@@ -301,12 +303,24 @@ def calibration_json(hardware: RoleHardware) -> dict[str, Any]:
     return {} if found is None else {"calibration": found.model_dump(mode="json")}
 
 
-def describe_costs(hardware: RoleHardware, tp: int, others: Iterable[int] = ()) -> str:
-    """`tp`: of decode workers, beside workers of other widths."""
+def describe_costs(hardware: RoleHardware, tp: int, others: Iterable[int] = (), asked: Reach | None = None) -> str:
+    """`tp`: of decode workers, beside workers of other widths. `asked`: the most in a step."""
     if not hardware.is_mixed:
-        alone = hardware.of(Role.DECODE)
-        return "; ".join((describe_cost(alone, tp, others), *alone.notes))
+        alone, widths = hardware.of(Role.DECODE), dict.fromkeys((tp, *others))
+        beyond = [_beyond(alone.measured.get(each), asked) for each in widths]
+        notes = [*alone.notes, *dict.fromkeys(note for note in beyond if note is not None)]
+        return "; ".join((describe_cost(alone, tp, widths), *notes))
     return "; ".join(f"{role}: {describe_cost(hardware.of(role), tp)}" for role in Role)  # no device is measured
+
+
+def _beyond(cost: CostModel | None, asked: Reach | None) -> str | None:
+    return cost.beyond(asked) if isinstance(cost, FittedCostModel) and asked is not None else None
+
+
+def reach_of(trace: TrafficTrace, step_tokens: int, running_requests: int) -> Reach:
+    """The most in a step of a worker with these limits."""
+    longest = int((trace.prompt_tokens + trace.output_tokens).max())
+    return Reach(step_tokens, min(running_requests, len(trace)), longest)
 
 
 def describe_cost(hardware: Hardware, tp: int, others: Iterable[int] = ()) -> str:

@@ -26,6 +26,7 @@ from cluster.cli.commands.planning.inputs import (
     check_writable,
     describe_costs,
     load_traffic,
+    reach_of,
 )
 from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
@@ -87,10 +88,11 @@ def run_plan(flags: PlanFlags) -> int:
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
     shown = plan.finalists[0].layout if plan.finalists else None
+    asked = reach_of(trace, max(flags.goal.step_tokens), flags.goal.max_running_requests)
     cost_model = (
-        describe_costs(hardware, hardware.of(Role.DECODE).widths()[0])
+        describe_costs(hardware, hardware.of(Role.DECODE).widths()[0], asked=asked)
         if shown is None
-        else describe_costs(hardware, shown.decode_tp, (tp for _, tp in shown.widths))
+        else describe_costs(hardware, shown.decode_tp, (tp for _, tp in shown.widths), asked)
     )
     machines = describe_machines(plan)
     rooflines = rooflines_of(plan, hardware, trace)

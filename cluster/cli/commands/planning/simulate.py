@@ -20,6 +20,7 @@ from cluster.cli.commands.planning.inputs import (
     describe_costs,
     load_role_hardware,
     load_traffic,
+    reach_of,
 )
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
@@ -107,7 +108,13 @@ def run_simulate(flags: SimulateFlags) -> int:
     loaded = load_simulation(flags.traffic, flags.hardware, flags.cluster)
     faults = tuple(Fault.parse(each) for each in flags.faults)
     trace, setup = loaded.trace, replace(loaded.setup, faults=faults, paper=_paper(flags.paper))
-    cost = describe_costs(loaded.hardware, setup.decode.tp, (pool.tp for _, pool in setup.pools()))
+    pools = [pool for _, pool in setup.pools()]
+    asked = reach_of(
+        trace,
+        max(pool.max_step_tokens or setup.max_step_tokens for pool in pools),
+        max(pool.max_running_requests or setup.max_running_requests for pool in pools),
+    )
+    cost = describe_costs(loaded.hardware, setup.decode.tp, (pool.tp for pool in pools), asked)
     result = _run(trace, setup, flags)
     if flags.json:
         about = {"cost_model": cost, **calibration_json(loaded.hardware), "paper": setup.paper}
