@@ -27,6 +27,7 @@ from planner.devices import find_device
 from planner.hardware import Hardware, make_setup, simulated_block_tokens
 from planner.models import find_model
 from planner.search.choices import plan_on_each
+from planner.search.classes import classes_of
 from planner.search.evaluate import router_spec
 from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
@@ -149,7 +150,7 @@ def _setup(model: str, layout: ClusterLayout, trace: TrafficTrace, block_tokens:
         hardware,
         hardware.pool(layout.prefill_workers, layout.prefill_tp),
         hardware.pool(layout.decode_workers, layout.decode_tp),
-        router=router_spec(layout),
+        router=router_spec(layout, classes_of(trace.labels, Slo(), refuses=False)),
         max_running_requests=256,
         max_step_tokens=layout.step_tokens,
         block_tokens=block_tokens or simulated_block_tokens(16, float(trace.prompt_tokens.mean()), trace_block),

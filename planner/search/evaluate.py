@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.hardware import RoleHardware, make_setup, simulated_block_tokens
+from planner.search.classes import classes_of
 from planner.search.layout import ClusterLayout
 from planner.search.traffic import busiest
 from planner.simulator.result import SimResult
@@ -14,7 +15,7 @@ from planner.simulator.setup import Paper, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
-from tandem.config.router import RouterSpec
+from tandem.config.router import ClassSpec, RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
 MAX_QUEUED = 4096
@@ -23,7 +24,8 @@ MAX_QUEUED = 4096
 @dataclass(frozen=True, slots=True)
 class Job:
     """One simulation. `resample`: the number of the traffic like the recorded one; 0: the recorded. `steps`: how many
-    times as long steps take. `most_misses`: it stops when more requests have missed an objective; None: never."""
+    times as long steps take. `most_misses`: it stops when more requests have missed an objective; None: never.
+    `refuses`: routers refuse requests that are predicted to miss their TTFT; else these wait."""
 
     layout: ClusterLayout
     requests: int
@@ -33,6 +35,7 @@ class Job:
     steps: float = 1.0
     resample: int = 0
     most_misses: int | None = None
+    refuses: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,17 +121,18 @@ class Evaluator:
         if (job.prompts, job.outputs) != (1.0, 1.0):
             trace = trace.with_lengths(job.prompts, job.outputs)
         trace = trace.at_rate(job.load)
-        result = simulate(trace, self.setup(job.layout, job.steps), self.slo, most_misses=job.most_misses)
+        setup = self.setup(job.layout, job.steps, refuses=job.refuses)
+        result = simulate(trace, setup, self.slo, most_misses=job.most_misses)
         return _evaluation(job, result)
 
-    def setup(self, layout: ClusterLayout, steps: float = 1.0) -> Setup:
+    def setup(self, layout: ClusterLayout, steps: float = 1.0, *, refuses: bool = False) -> Setup:
         hardware, prefixes = self.hardware.stretched(steps), self.trace.prefixes
         prefill, decode = hardware.of(Role.PREFILL), hardware.of(Role.DECODE)
         setup = make_setup(
             decode,
             None if layout.is_aggregated else prefill.pool(layout.prefill_workers, layout.prefill_tp),
             decode.pool(layout.decode_workers, layout.decode_tp),
-            router=router_spec(layout),
+            router=router_spec(layout, classes_of(self.trace.labels, self.slo, refuses=refuses)),
             max_running_requests=self.max_running_requests,
             max_step_tokens=layout.step_tokens,
             block_tokens=simulated_block_tokens(
@@ -140,12 +144,12 @@ class Evaluator:
         return replace(setup, decode=replace(setup.decode, longest_step_s=self.longest_step_s), paper=self.paper)
 
 
-def router_spec(layout: ClusterLayout) -> RouterSpec:
-    """The router settings of a plan: prompts for two steps per worker, and a queue that waits rather than refuses,
-    because a refusal misses the objective too."""
-    spec = RouterSpec(max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED)
-    classes = tuple(each.model_copy(update={"ttft_slo_s": None}) for each in spec.classes)
-    return spec.model_copy(update={"classes": classes})
+def router_spec(layout: ClusterLayout, classes: tuple[ClassSpec, ...]) -> RouterSpec:
+    """The router settings of a plan: prompts for two steps per worker, and a long queue, because a refusal misses the
+    objective too."""
+    return RouterSpec(
+        max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED, classes=classes
+    )
 
 
 def _evaluation(job: Job, result: SimResult) -> Evaluation:

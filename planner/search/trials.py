@@ -86,6 +86,8 @@ class Trials:
             "one prefill worker lost": without_worker(base, prefill=True),
             "one decode worker lost": without_worker(base, prefill=False),
         }
+        if self._goal.slo.has_ttft:
+            jobs["late requests refused"] = replace(base, refuses=True)
         if cost_error:
             jobs[f"steps {100 * cost_error:.0f} % slower"] = replace(base, steps=1 + cost_error)
         if chosen.layout.is_aggregated:

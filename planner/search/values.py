@@ -10,6 +10,7 @@ import yaml
 
 from planner.devices import DeviceSpec
 from planner.hardware import Hardware, RoleHardware
+from planner.search.classes import UNLABELLED, classes_of
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
 from planner.search.layout import ClusterLayout
 from planner.search.machines import Machines
@@ -92,12 +93,13 @@ def describe_machines(plan: Plan) -> str | None:
     )
 
 
-def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
-    """Returns YAML. `source`: the checkpoint to serve. Raises InputError when the plan chose no layout."""
+def helm_values(plan: Plan, hardware: RoleHardware, source: str, labels: Sequence[tuple[str, str]] = UNLABELLED) -> str:
+    """Returns YAML. `source`: the checkpoint to serve. `labels`: of the trace. Raises InputError when the plan chose no
+    layout."""
     if plan.chosen is None:
         raise InputError("--values: expected a plan to deploy, but no layout meets the objectives", field="--values")
     layout, decode = plan.chosen.layout, hardware.of(Role.DECODE)
-    router = router_spec(layout)
+    router = router_spec(layout, classes_of(labels, plan.goal.slo, refuses=True))
     cluster: dict[str, Any] = {
         "name": "planned",
         "models": [
@@ -125,6 +127,7 @@ def helm_values(plan: Plan, hardware: RoleHardware, source: str) -> str:
         "router": {
             "max_prefill_tokens_in_flight": router.max_prefill_tokens_in_flight,
             "max_queued_requests": router.max_queued_requests,
+            "classes": [each.model_dump(mode="json", exclude_defaults=True) for each in router.classes],
         },
     }
     values = {"cluster": cluster, **_models(source, decode), **_pods(plan.machines.machines(layout), hardware)}

@@ -75,6 +75,26 @@ def test_simulate_takes_the_spec_that_tandem_up_takes(tmp_path: Path) -> None:
     }
 
 
+def test_classes_that_the_router_lacks_are_noted(tmp_path: Path) -> None:
+    rows = [{"arrival_s": at, "prompt_tokens": 50, "output_tokens": 5, "class": f"c{at % 3}"} for at in range(9)]
+    log, spec = tmp_path / "users.jsonl", tmp_path / "cluster.yaml"
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    spec.write_text("router: {classes: [{name: c0}, {name: c1}]}\n")
+    said = [
+        json.loads(run("simulate", str(log), *MODEL, *more, "--json").stdout)["notes"]
+        for more in ((), ("--config", str(spec)))
+    ]
+    assert said[0][-1].startswith(
+        "9 of 9 requests have a class that router.classes lacks (c0, c1, c2): a router rejects"
+    )
+    assert said[1][-1].startswith("3 of 9 requests have a class that router.classes lacks (c2)")
+    assert said[1][-1].endswith("here they are c0")
+    rows[0]["class"] = "My class"
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    refused = run("plan", str(log), *MODEL, "--ttft", "1", "--source", "org/m", "--values", str(tmp_path / "v.yaml"))
+    assert "--values: expected classes of the trace" in str(refused.exception)
+
+
 def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path) -> None:
     values, report, state = tmp_path / "values.yaml", tmp_path / "report.html", tmp_path / "state.jsonl"
     goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "2", "--simulated", "50", "--step-tokens", "2048"]

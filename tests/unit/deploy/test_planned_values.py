@@ -251,6 +251,19 @@ def test_each_role_serves_weights_in_a_format_of_its_device() -> None:
     ]
 
 
+def test_the_classes_of_the_trace_are_deployed_with_the_objectives(render: Callable[..., Any], tmp_path: Path) -> None:
+    plan, hardware = planned(ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")
+    slo = Slo(2.0, 0.1, (("batch", Slo(60.0)),))
+    plan = replace(plan, goal=replace(plan.goal, slo=slo))
+    path = tmp_path / "plan.yaml"
+    path.write_text(helm_values(plan, hardware, "/models/m", (("chat", ""), ("batch", "a"))))
+    router = cluster_spec(render("-f", str(path), "--set", "models.existingClaim=weights")).router
+    assert [(each.name, each.ttft_slo_s, each.tpot_slo_s, each.batch) for each in router.classes] == [
+        ("chat", 2.0, 0.1, False),
+        ("batch", 60.0, None, True),
+    ]
+
+
 def test_a_cpu_of_any_name_has_the_pods_of_cpus(tmp_path: Path) -> None:
     text = (Path(planner.devices.__file__).parent / "cpu.yaml").read_text()
     mine = tmp_path / "epyc.yaml"

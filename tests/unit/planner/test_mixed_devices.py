@@ -150,7 +150,7 @@ class TestSearch:
     def test_one_device_is_searched_in_the_order_of_devices(self) -> None:
         """What the search of one device found before there were pairs."""
         found = plan_alone()
-        assert found.simulated == 65
+        assert found.simulated == 66
         assert [str(each.layout) for each in found.finalists] == [
             "2xTP1 : 1xTP1 @2048",
             "1xTP2 : 1xTP1 @2048",

@@ -34,6 +34,7 @@ from planner.hardware import RoleHardware
 from planner.pages.report import html_report
 from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom, with_schedule
 from planner.search.choices import Choice, plan_on_each
+from planner.search.classes import check_classes
 from planner.search.costs import COST_TITLES, money
 from planner.search.evaluate import Evaluation
 from planner.search.goal import Goal
@@ -82,6 +83,8 @@ def run_plan(flags: PlanFlags) -> int:
     _check_before_the_search(flags, candidates)
     trace = load_traffic(flags.traffic)
     check_context(trace, candidates[0].model.context_tokens)
+    if flags.values is not None:
+        check_classes(trace.labels)
     if flags.schedule is not None:
         check_parts(flags.schedule, trace, flags.goal.slo.tpot_s)
     choices = _search(trace, candidates, flags)
@@ -100,7 +103,7 @@ def run_plan(flags: PlanFlags) -> int:
         notes = [*_roles(plan), *([machines] if machines is not None else []), *map(_told, choices[1:])]
         flags.report.write_text(html_report(plan, cost_model, notes, rooflines), encoding="utf-8")
     if flags.values is not None and plan.chosen is not None:
-        flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
+        flags.values.write_text(helm_values(plan, hardware, source, trace.labels), encoding="utf-8")
     if flags.json:
         several = {"choices": [each.to_json() for each in choices]} if len(choices) > 1 else {}
         found = {"cost_model": cost_model, **calibration_json(hardware), **plan.to_json(), **_roofline(rooflines)}

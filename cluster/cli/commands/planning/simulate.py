@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -33,6 +34,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.context import check_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
+from tandem.config.router import RouterSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.text.words import plural
@@ -88,8 +90,8 @@ def load_simulation(traffic: TrafficFlags, hardware: HardwareFlags, cluster: Clu
     mean_tokens = float(trace.prompt_tokens.mean())
     setup = setup_of_spec(spec, loaded, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
     check_context(trace, setup.max_model_tokens)
-    if cluster.config is not None:
-        trace = replace(trace, notes=(*trace.notes, *spec_notes(spec, loaded)))
+    notes = [*(spec_notes(spec, loaded) if cluster.config is not None else ()), *_class_notes(trace, spec.router)]
+    trace = replace(trace, notes=(*trace.notes, *notes))
     return LoadedSimulation(trace, loaded, setup)
 
 
@@ -101,6 +103,18 @@ def _as_profiled(spec: ClusterSpec, hardware: RoleHardware) -> ClusterSpec:
     own = {name: getattr(profiled.engine, name) for name in SETTINGS if name not in model.engine.model_fields_set}
     model = model.model_copy(update={"engine": model.engine.model_copy(update=own)})
     return spec.model_copy(update={"models": (model, *others)})
+
+
+def _class_notes(trace: TrafficTrace, router: RouterSpec) -> Iterator[str]:
+    known = {"", *(each.name for each in router.classes)}
+    unknown = {number: name for number, (name, _) in enumerate(trace.labels) if name not in known}
+    if unknown:
+        label = np.zeros(len(trace), np.int32) if trace.label is None else trace.label
+        count, names = int(np.isin(label, list(unknown)).sum()), ", ".join(dict.fromkeys(unknown.values()))
+        yield (
+            f"{count} of {len(trace)} requests have a class that router.classes lacks ({names}): a router rejects "
+            f"them; here they are {router.classes[0].name}"
+        )
 
 
 def run_simulate(flags: SimulateFlags) -> int:
