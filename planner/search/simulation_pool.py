@@ -10,6 +10,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +21,13 @@ from numpy.typing import NDArray
 from planner.search.evaluate import Evaluation, Evaluator, Job
 from tandem.config.model import Role
 from tandem.errors import InternalError, TandemError
+from tandem.version import tandem_version
 
 Done = Callable[[Evaluation], None]
 
 
 class Journal:
-    """Results by job, one JSON line each. Lines of other traffic, hardware or objectives are skipped."""
+    """Results by job, one JSON line each. Lines of other traffic, hardware, objectives or code are skipped."""
 
     def __init__(self, path: Path | None, evaluator: Evaluator) -> None:
         self._path, self._about = path, fingerprint(evaluator)
@@ -50,6 +52,16 @@ class Journal:
                 file.write(json.dumps({"about": self._about, "evaluation": found.to_json()}) + "\n")
 
 
+@cache
+def code_digest(root: Path = Path(__file__).parents[2]) -> str:
+    """Of the version and the sources that a simulation may run: the planner, and what it shares with the product."""
+    digest = hashlib.blake2b(tandem_version().encode(), digest_size=12)
+    for package in ("planner", "router", "tandem"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def fingerprint(evaluator: Evaluator) -> str:
     """A digest of everything that affects a result, except the job."""
     trace, digest = evaluator.trace, hashlib.blake2b(digest_size=12)
@@ -63,7 +75,7 @@ def fingerprint(evaluator: Evaluator) -> str:
         hardware.model, hardware.device, sorted(hardware.measured), hardware.acceptance, hardware.constrained,
         hardware.mask_s_per_row, hardware.corrections, trace.labels, evaluator.slo, evaluator.max_running_requests,
         evaluator.longest_step_s, evaluator.paper,
-        None if trace.prefixes is None else trace.prefixes.block_tokens,
+        None if trace.prefixes is None else trace.prefixes.block_tokens, code_digest(),
     )  # fmt: skip
     digest.update(repr((*rest, [hardware.cost(tp) for tp in hardware.measured])).encode())
     if evaluator.hardware.is_mixed:  # all else is the same for both roles

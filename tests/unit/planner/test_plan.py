@@ -26,7 +26,7 @@ from planner.search.goal import Goal
 from planner.search.layout import ClusterLayout
 from planner.search.machines import MachineKind, MachineKinds
 from planner.search.plan import Plan, SearchOptions, make_plan
-from planner.search.simulation_pool import Journal, SimulationPool, fingerprint
+from planner.search.simulation_pool import Journal, SimulationPool, code_digest, fingerprint
 from planner.search.traffic import busiest
 from planner.search.trials import RESAMPLES
 from planner.search.values import helm_values
@@ -76,6 +76,17 @@ class TestBoundedSteps:
         assert engine["longest_step_s"] == 0.02
         assert "steps with prompts and answers of up to 0.02 s" in html_report(found, "")
         assert "longest_step_s" not in helm_values(plan(), hardware(), "/models/m")
+
+    def test_results_of_other_code_are_not_taken_from_a_journal(self, tmp_path: Path) -> None:
+        def digest(root: str, name: str = "router/policies/b.py", text: str = "b = 1") -> str:
+            for path, content in {"planner/a.py": "a = 1", "router/policies/b.py": "b = 1", name: text}.items():
+                (tmp_path / root / path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / root / path).write_text(content)
+            return code_digest(tmp_path / root)
+
+        assert digest("first") == digest("again") == digest("notes", "tandem/notes.txt", "no source")
+        assert digest("first") != digest("changed", text="b = 2")
+        assert digest("first") != digest("more", "tandem/c.py", "c = 1")
 
     def test_results_of_other_steps_are_not_taken_from_a_journal(self) -> None:
         free = Evaluator(traffic(), hardware(), GOAL.slo)
