@@ -17,13 +17,12 @@ from planner.fitted import (
     PrefillPoint,
     Reach,
     fit,
-    read_distserve,
     read_measured,
-    read_splitwise,
     write_measured,
 )
 from planner.hardware import Hardware
 from planner.models import KNOWN, find_model
+from planner.published import read_distserve, read_splitwise
 from planner.shapes import LinkShape
 from tandem.errors import ConfigError
 

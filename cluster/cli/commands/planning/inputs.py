@@ -17,15 +17,14 @@ from planner.fitted import (
     FittedCostModel,
     Reach,
     read_acceptance,
-    read_distserve,
     read_host,
     read_mask_s_per_row,
     read_measured,
-    read_splitwise,
 )
 from planner.hardware import Hardware, MixedHardware, RoleHardware, check_calibration
 from planner.models import ElementSizes, engine_bytes, find_model
 from planner.profiled import Profiled
+from planner.published import read_distserve, read_splitwise
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
 from planner.traces.read import read_trace, with_gap_noted
