@@ -214,7 +214,7 @@ class RouterService:
                 if call is not None:  # before a worker reads them
                     call.check_prompt(IMAGE_TOKENS * len(images))
             limit = self.dispatcher.fleet.max_model_tokens(model.base)
-            salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
+            salt = self.calls.salts.salt(_authenticated_tenant(call), raw.cache_salt)
             tenant, deadline_s = ("", None) if terms is None else (terms.tenant, terms.deadline_s)
             return model, await model.parse(
                 raw,
@@ -223,7 +223,7 @@ class RouterService:
                 max_model_tokens=limit,
                 request_id=request_id,
                 cache_salt=salt,
-                expand=partial(self._images.expand, model.base, tenant, deadline_s),
+                expand=partial(self._images.expand, model.base, tenant, salt, deadline_s),
             )
 
     def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
@@ -253,7 +253,8 @@ class RouterService:
         with self._images.held(images):
             tokens = await found.tokenize(prompt, self.threads, tenant, special_tokens=special_tokens)
             if images:
-                tokens = (await self._images.expand(found.base, tenant, None, tokens, images)).tokens
+                salt = self.calls.salts.salt(_authenticated_tenant(call), "")
+                tokens = (await self._images.expand(found.base, tenant, salt, None, tokens, images)).tokens
         if call is not None:
             call.add_prompt(found.name, len(tokens) - estimate)
         return found, tokens
@@ -330,11 +331,9 @@ def _tenant_of(call: Call | None) -> str:
     return "" if call is None else call.tenant
 
 
-def _authenticated_tenant(terms: RequestTerms | None) -> str:
+def _authenticated_tenant(call: Call | None) -> str:
     """Empty for a tenant that is only claimed: it has no salt, as anyone who claims it could share its blocks."""
-    if terms is None or terms.call is None or terms.call.principal is ANONYMOUS:
-        return ""
-    return terms.tenant
+    return "" if call is None or call.principal is ANONYMOUS else call.tenant
 
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:

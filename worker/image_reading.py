@@ -60,7 +60,8 @@ class ImageReading:
             return waiting.work is not None
         if kind == "expand_images":
             asked = frame.expand_images
-            self._start(key, _Waiting(), partial(self._engine.expand, tuple(asked.prompt), tuple(asked.images)))
+            prompt, images = tuple(asked.prompt), tuple(asked.images)
+            self._start(key, _Waiting(), partial(self._engine.expand, prompt, images, asked.cache_salt))
             return True
         if kind in ("generate", "reserve", "prefill") and (work := getattr(frame, kind).work).images:
             self._start(key, _Waiting(work, [frame]), partial(self._read, work))
@@ -102,7 +103,7 @@ class ImageReading:
         self._reading.submit(work)
 
     def _read(self, work: worker_pb2.Work) -> object:
-        return self._engine.read_images(parse_images(work))
+        return self._engine.read_images(parse_images(work), work.cache_salt)
 
 
 def _result(read: Callable[[], object]) -> object:

@@ -103,7 +103,13 @@ class ImageExpander:
         return any(Capability.IMAGES not in each.link.lacks for each in workers) if workers else None
 
     async def expand(
-        self, model: str, tenant: str, deadline_s: float | None, prompt: Sequence[int], images: Sequence[bytes]
+        self,
+        model: str,
+        tenant: str,
+        cache_salt: bytes,
+        deadline_s: float | None,
+        prompt: Sequence[int],
+        images: Sequence[bytes],
     ) -> ExpandedPrompt:
         """The prompt as the model's engines read it. Raises InputError, UnsupportedField, OverloadedError,
         UnavailableError, DeadlineExceeded, RequestQuarantined."""
@@ -111,13 +117,15 @@ class ImageExpander:
         left_s = TIMEOUT_S if deadline_s is None else min(TIMEOUT_S, deadline_s - time.monotonic())
         try:
             async with asyncio.timeout(left_s):
-                return await self._expand(model, tenant, prompt, images)
+                return await self._expand(model, tenant, cache_salt, prompt, images)
         except TimeoutError:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise DeadlineExceeded("the deadline passed while the images were read") from None
             raise UnavailableError(f"{FIELD}: no worker has read the images; retry later", retry_after_s=1.0) from None
 
-    async def _expand(self, model: str, tenant: str, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+    async def _expand(
+        self, model: str, tenant: str, cache_salt: bytes, prompt: Sequence[int], images: Sequence[bytes]
+    ) -> ExpandedPrompt:
         slots, failed = self._slots_of(model), set[WorkerKey]()
         if slots.waiting >= MAX_WAITING:
             raise OverloadedError(
@@ -131,7 +139,7 @@ class ImageExpander:
                 await asyncio.sleep(POLL_S)
                 continue
             try:
-                wire_id, answer = worker.link.expand(prompt, images)
+                wire_id, answer = worker.link.expand(prompt, images, cache_salt)
             except WorkerLost:
                 slots.release()
                 failed.add(worker.key)

@@ -14,12 +14,14 @@ import grpc
 from kvtransfer.causes import HandoffCause
 from router.testing.canary import canary_answer, is_canary, wire_id
 from tandem.config.model import Role
+from tandem.engine.api import Capability
 from tandem.errors import ErrorCode
+from tandem.images import ExpandedPrompt
 from tandem.kvcache.layout import blocks_for
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from worker.wire import PROTOCOL_VERSION
+from worker.wire import PROTOCOL_VERSION, expanded_frame
 
 TOTAL_BLOCKS = 64
 BLOCK_TOKENS = 16
@@ -35,6 +37,7 @@ SENT = worker_pb2.SendStages(
 )  # fmt: skip
 
 AnswerScript = Callable[[Sequence[int]], Sequence[int]]
+Expansion = Callable[[worker_pb2.ExpandImages], ExpandedPrompt]
 
 
 @dataclass(slots=True)
@@ -92,6 +95,8 @@ class StubWorker(WorkerServicer):
         self.received: list[tuple[str, str]] = []  # (frame, wire id)
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
+        self.expands: Expansion | None = None  # None: it takes no images
+        self.expansions: list[worker_pb2.ExpandImages] = []
         self.canaries: list[str] = []  # kinds of the canaries' frames; the other lists have none of them
         self.sent_reports: list[Callable[[], None]] = []  # held; a call sends one
         self.messages = 0  # from routers; each holds one or more frames
@@ -113,7 +118,7 @@ class StubWorker(WorkerServicer):
 
     def info(self) -> cluster_pb2.WorkerInfo:
         role = cluster_pb2.ROLE_PREFILL if self.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
-        return cluster_pb2.WorkerInfo(
+        info = cluster_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
             model=self.model,
@@ -122,6 +127,9 @@ class StubWorker(WorkerServicer):
             total_blocks=self.total_blocks,
             layout=cluster_pb2.KvLayout(block_tokens=16),
         )
+        if self.expands is not None:
+            info.can.names.extend(each.value for each in Capability)
+        return info
 
     def frames(self, kind: str) -> list[str]:
         """Wire ids of the received frames of one kind, in order."""
@@ -186,6 +194,11 @@ class StubWorker(WorkerServicer):
                 self._spawn(session, frame.join.request_id, self._join(session, frame.join.request_id))
             case "cancel":
                 self._on_cancel(session, frame.cancel.request_id)
+            case "expand_images" if self.expands is not None:
+                asked = frame.expand_images
+                self.expansions.append(asked)
+                expanded = expanded_frame(asked.request_id, self.expands(asked))
+                session.out.put_nowait(worker_pb2.WorkerFrame(expanded=[expanded]))
             case _:
                 pass
 

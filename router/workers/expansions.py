@@ -25,10 +25,12 @@ class Expansions:
     def wire_ids(self) -> list[str]:
         return list(self._asked)
 
-    def ask(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[worker_pb2.ExpandImages, Expansion]:
+    def ask(
+        self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes
+    ) -> tuple[worker_pb2.ExpandImages, Expansion]:
         """What to send, and its answer."""
         wire_id = f"images-{next(self._ids)}"
-        asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images)
+        asked = worker_pb2.ExpandImages(request_id=wire_id, prompt=prompt, images=images, cache_salt=cache_salt)
         answer: Expansion = asyncio.get_running_loop().create_future()
         self._asked[wire_id] = answer
         answer.add_done_callback(lambda _: self._asked.pop(wire_id))

@@ -162,13 +162,13 @@ class WorkerLink:
         """Prompts with images that it expands for this router."""
         return len(self._expansions)
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> tuple[str, Expansion]:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> tuple[str, Expansion]:
         """Asks how the worker's model reads these images. Returns the wire id, which `cancel` takes, and the answer:
         InputError, or WorkerLost with the link, as which it also raises without one."""
         if not self.ready:
             raise self._lost_error(WorkerLost, "there is no link")
         began = self.idle
-        asked, answer = self._expansions.ask(prompt, images)
+        asked, answer = self._expansions.ask(prompt, images, cache_salt)
         if began:
             self._work_began()
         self.send(asked.request_id, worker_pb2.RouterFrame(expand_images=asked))

@@ -204,10 +204,10 @@ class TextEngine:
     def drop_adapter(self, fingerprint: str) -> bool:
         return True
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
         raise UnsupportedField("images: expected none with this engine", field="images")
 
-    def read_images(self, images: Sequence[PromptImage]) -> object:
+    def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
         raise UnsupportedField("images: expected none with this engine", field="images")
 
 
@@ -270,12 +270,13 @@ class Engine(Protocol):
 
     # --- images
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        """The prompt as the model reads it, with placeholder tokens instead of one marker for each image. From any
-        thread. Raises InputError for an image that cannot be read or has no marker, UnsupportedField without IMAGES."""
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
+        """The prompt as the model reads it, with placeholder tokens instead of one marker for each image. What is
+        kept of them is found again by requests with the same `cache_salt` only. From any thread. Raises InputError for
+        an image that cannot be read or has no marker, UnsupportedField without IMAGES."""
         ...
 
-    def read_images(self, images: Sequence[PromptImage]) -> object:
+    def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
         """Does beforehand what `add` and `reserve` of a request with these images would do in the step loop's time, as
         long as the result is kept. From any thread. Raises as `expand`."""
         ...

@@ -189,7 +189,7 @@ class SmallEngine:
 
     # --- images
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
         """An image has as many placeholder tokens as its file has bytes beyond ten."""
         if prompt.count(MARKER) != len(images):
             raise InputError(f"messages: expected {prompt.count(MARKER)} images, got {len(images)}", field="messages")
@@ -201,7 +201,7 @@ class SmallEngine:
             tokens += [token] * count
         return ExpandedPrompt(tuple(tokens), tuple(spans))
 
-    def read_images(self, images: Sequence[PromptImage]) -> object:
+    def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
         """Nothing is to be done beforehand."""
         return None
 

@@ -160,7 +160,7 @@ class VllmEngine:
             None,
             lora_request=self._adapters.request(request.hash_key.adapter),
             block_hasher=_Hasher(request.hash_key, self._block_tokens, request.images),
-            mm_features=self._images.features(request.images, request.hash_key.adapter) if self._images else None,
+            mm_features=self._images.features(request.images, request.hash_key) if self._images else None,
         )
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
         if request.answered_tokens:
@@ -224,11 +224,11 @@ class VllmEngine:
 
     # --- images
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
-        return self._image_reader().expand(prompt, images)
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
+        return self._image_reader().expand(prompt, images, cache_salt)
 
-    def read_images(self, images: Sequence[PromptImage]) -> object:
-        return self._image_reader().read(images)
+    def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
+        return self._image_reader().read(images, cache_salt)
 
     def _image_reader(self) -> VllmImages:
         if self._images is None:

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import BytesIO
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,7 +24,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from vllm.multimodal.media.image import ImageMediaIO
 
 from tandem.errors import InputError
-from tandem.images import FORMATS, ExpandedPrompt, PromptImage, has_known_format
+from tandem.images import DIGEST_BYTES, FORMATS, ExpandedPrompt, PromptImage, has_known_format
+from tandem.kvcache.blockhash import HashKey
 from tandem.vllm_engine.settings import first_line
 
 KEPT_BYTES = 256 << 20  # of the pixels of the latest requests, most of which are in vLLM's own cache too
@@ -62,44 +64,47 @@ class VllmImages:
         self._most_tokens = most_tokens
         self._processing = threading.Lock()
         self._changing = threading.Lock()
-        self._kept: OrderedDict[tuple[bytes, ...], ReadImages] = OrderedDict()  # by digests
+        self._kept: OrderedDict[tuple[str, ...], ReadImages] = OrderedDict()  # by names
         self._kept_bytes = 0
-        self._known: WeakValueDictionary[tuple[bytes, ...], ReadImages] = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple[str, ...], ReadImages] = WeakValueDictionary()
 
-    def expand(self, prompt: Sequence[int], images: Sequence[bytes]) -> ExpandedPrompt:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
         """Raises InputError."""
-        whole = [PromptImage.of(0, 0, data) for data in images]
-        tokens, spans, read = self._process([*prompt], whole)
-        self._keep(whole, read)
+        names = _names([PromptImage.of(0, 0, data) for data in images], cache_salt)
+        tokens, spans, read = self._process([*prompt], images, names)
+        self._keep(names, read)
         return ExpandedPrompt(tuple(tokens), spans)
 
-    def read(self, images: Sequence[PromptImage]) -> ReadImages:
+    def read(self, images: Sequence[PromptImage], cache_salt: bytes) -> ReadImages:
         """Raises InputError."""
+        names = _names(images, cache_salt)
         with self._changing:
-            if (known := self._known.get(_key(images))) is not None:
+            if (known := self._known.get(names)) is not None:
                 return known
         text = self._processor.dummy_inputs.get_dummy_text({"image": len(images)})
         markers = self._processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-        _, _, read = self._process(markers, images)
-        self._keep(images, read)
+        _, _, read = self._process(markers, [each.data for each in images], names)
+        self._keep(names, read)
         return read
 
-    def features(self, images: Sequence[PromptImage], adapter: str) -> list[MultiModalFeatureSpec]:
+    def features(self, images: Sequence[PromptImage], key: HashKey) -> list[MultiModalFeatureSpec]:
         """What vLLM's requests have. Raises InputError."""
-        features = []
-        for image, made in zip(images, self.read(images).images if images else (), strict=True):
+        if not images:
+            return []
+        features, names = [], _names(images, key.cache_salt)
+        for image, named, made in zip(images, names, self.read(images, key.cache_salt).images, strict=True):
             if made.tokens != image.tokens:
                 raise InputError(
                     f"images: expected {made.tokens} placeholder tokens for an image, got {image.tokens}: all workers "
                     "of a model need the same files and settings",
                     field="images",
                 )
-            name = f"{image.digest.hex()}-{made.tokens}"
+            name = f"{named}-{made.tokens}"
             features.append(
                 MultiModalFeatureSpec(
                     data=made.item,
                     modality="image",
-                    identifier=f"{adapter}:{name}" if adapter else name,
+                    identifier=f"{key.adapter}:{name}" if key.adapter else name,
                     mm_position=PlaceholderRange(image.start, image.tokens, made.is_embed),
                     mm_hash=name,
                 )
@@ -107,15 +112,14 @@ class VllmImages:
         return features
 
     def _process(
-        self, prompt: list[int], images: Sequence[PromptImage]
+        self, prompt: list[int], images: Sequence[bytes], names: Sequence[str]
     ) -> tuple[list[int], tuple[tuple[int, int], ...], ReadImages]:
         """The expanded prompt, the place of each image, and what came of them. Raises InputError."""
-        files = self._opened([each.data for each in images])
-        names = [each.digest.hex() for each in images]
+        files = self._opened(images)
         try:
             with self._processing:
                 items = self._processor.info.parse_mm_data({"image": files})
-                made = self._processor(prompt, items, {"image": names}, cache=self._cache)
+                made = self._processor(prompt, items, {"image": [*names]}, cache=self._cache)
         except _CLIENTS as error:
             raise InputError(
                 f"messages: expected images that the model's chat template has a place for, got: {first_line(error)}",
@@ -153,12 +157,11 @@ class VllmImages:
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise InputError(f"messages: expected images that can be read, got: {error}", field="messages") from error
 
-    def _keep(self, images: Sequence[PromptImage], read: ReadImages) -> None:
-        key = _key(images)
+    def _keep(self, names: tuple[str, ...], read: ReadImages) -> None:
         with self._changing:
-            if (earlier := self._kept.pop(key, None)) is not None:
+            if (earlier := self._kept.pop(names, None)) is not None:
                 self._kept_bytes -= earlier.bytes
-            self._kept[key] = self._known[key] = read
+            self._kept[names] = self._known[names] = read
             self._kept_bytes += read.bytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
@@ -184,8 +187,9 @@ def report_encoder(model: Any, after_layer: Callable[[], None]) -> None:
                 layer.register_forward_hook(lambda *_: after_layer())
 
 
-def _key(images: Sequence[PromptImage]) -> tuple[bytes, ...]:
-    return tuple(each.digest for each in images)
+def _names(images: Sequence[PromptImage], cache_salt: bytes) -> tuple[str, ...]:
+    """In every cache. Each salt has its own: else the time to read a file would show that another tenant sent it."""
+    return tuple(blake2b(each.digest + cache_salt, digest_size=DIGEST_BYTES).hexdigest() for each in images)
 
 
 def _refuse_text(*_: object) -> Any:

@@ -88,7 +88,7 @@ class Asking:
         shown = [{"type": "image"} if isinstance(each, bytes) else {"type": "text", "text": each} for each in parts]
         written = SpecialTexts(SPECIAL_TOKENS).mark(shown)
         tokens = encode_marked(self._tokenizer, self._template.render([{"role": "user", "content": written}]))
-        return SmallEngine(1).expand(tokens, [each for each in parts if isinstance(each, bytes)])
+        return SmallEngine(1).expand(tokens, [each for each in parts if isinstance(each, bytes)], b"")
 
     def expected(self, *parts: Part) -> str:
         prompt = self.prompt(*parts)

@@ -41,12 +41,18 @@ class Reader(SmallEngine):
     def __init__(self) -> None:
         super().__init__(4)
         self.read: list[Sequence[PromptImage]] = []
+        self.salts: list[bytes] = []
         self.fails_with: Exception | None = None
 
-    def read_images(self, images: Sequence[PromptImage]) -> object:
+    def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
+        self.salts.append(cache_salt)
+        return super().expand(prompt, images, cache_salt)
+
+    def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
         if self.fails_with is not None:
             raise self.fails_with
         self.read.append(images)
+        self.salts.append(cache_salt)
         return "kept"
 
 
@@ -112,6 +118,17 @@ def test_a_prompt_is_expanded(reading: Reading) -> None:
     (result,) = reading.told
     assert result.result == ExpandedPrompt((7, 0, 0, 0), ((1, 3),))
     assert reading.kinds(result) == []
+
+
+def test_what_is_read_is_kept_for_the_salt_of_its_request(reading: Reading) -> None:
+    asked = worker_pb2.ExpandImages(request_id="e", prompt=[7, 0], images=[IMAGE], cache_salt=b"one")
+    reading.takes("e", expand_images=asked)
+    work = reading.work("r")
+    work.cache_salt = b"another"
+    reading.takes("r", generate=worker_pb2.Generate(work=work))
+    reading.thread.run()
+    reading.thread.run()
+    assert reading.engine.salts == [b"one", b"another"]
 
 
 def test_no_frames_wait_for_a_prompt_that_is_expanded(reading: Reading) -> None:

@@ -1,0 +1,77 @@
+"""Images of chats on their way to a worker that says which tokens they become."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.config.auth import AuthSpec
+from tandem.images import ExpandedPrompt
+from tandem.testing.models import write_tiny_llama
+from tandem.testing.small_engine import SmallEngine
+from tandem.v1 import worker_pb2
+from tests.unit.router.auth.conftest import Keys
+from tests.unit.router.conftest import EOS, MODEL, Cluster
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|endoftext|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+IMAGE = b"GIF89a, 13 B."
+URL = f"data:image/gif;base64,{base64.b64encode(IMAGE).decode()}"
+MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("model"), max_positions=2048, eos_token_id=EOS)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    keys = Keys(tmp_path / "keys.yaml")
+    keys.add("acme")
+    keys.add("rival")
+    return keys
+
+
+@pytest.fixture
+def auth(keys: Keys) -> AuthSpec:
+    return AuthSpec(keys_file=str(keys.path))
+
+
+def expand(asked: worker_pb2.ExpandImages) -> ExpandedPrompt:
+    return SmallEngine(1).expand(tuple(asked.prompt), tuple(asked.images), asked.cache_salt)
+
+
+@pytest.fixture
+async def cluster(bare: Cluster) -> Cluster:
+    for worker in (bare.prefill, bare.decode):
+        worker.expands = expand
+    await bare.list_workers(bare.prefill, bare.decode)
+    return bare
+
+
+async def chat(cluster: Cluster, keys: Keys, tenant: str = "acme", **more: Any) -> httpx.Response:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4} | more
+    return await cluster.http.post("/v1/chat/completions", json=body, headers=keys.bearer(tenant))
+
+
+async def test_each_tenants_images_are_read_under_a_salt_of_its_own(cluster: Cluster, keys: Keys) -> None:
+    """The same as of its blocks: what is kept of an image is found by those requests that find its KV."""
+    more: list[dict[str, str]] = [{}, {}, {}, {"cache_salt": "apart"}]
+    for tenant, salted in zip(("acme", "rival", "acme", "acme"), more, strict=True):
+        assert (await chat(cluster, keys, tenant, **salted)).status_code == 200
+    tokens = await cluster.http.post("/tokenize", json={"messages": MESSAGES}, headers=keys.bearer("rival"))
+    assert tokens.status_code == 200, tokens.text
+    acme, rival, again, apart, tokenized = (each.cache_salt for each in cluster.prefill.expansions)
+    assert (again, tokenized) == (acme, rival)
+    assert len({b"", acme, rival, apart}) == 4
+    assert {each.cache_salt for each in cluster.prefill.works.values()} == {acme, rival, apart}

@@ -1,0 +1,76 @@
+"""What vLLM's processors make of image files, and what is kept of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tandem.images import PromptImage
+from tandem.kvcache.blockhash import HashKey
+from tests.vllm.vllms_models import CONTEXT, MARKER, picture, write_image_model
+
+if TYPE_CHECKING:
+    from tandem.vllm_engine.images import VllmImages
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of vLLM's own modules
+MOST_TOKENS = 64
+IMAGE_TOKENS = 34  # of each image
+SALT = b"of a tenant"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from vllm import EngineArgs
+
+    folder = write_image_model(tmp_path_factory.mktemp("read") / "images")
+    args = EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=CONTEXT, block_size=32, limit_mm_per_prompt={"image": 64}
+    )
+    return args.create_engine_config()
+
+
+@pytest.fixture
+def reader(config: Any) -> VllmImages:
+    from tandem.vllm_engine.images import images_of
+
+    made = images_of(config, MOST_TOKENS)
+    assert made is not None
+    return made
+
+
+@pytest.fixture
+def marker(reader: VllmImages) -> int:
+    return int(reader._processor.info.get_tokenizer().convert_tokens_to_ids(MARKER))
+
+
+def expand(reader: VllmImages, marker: int, *files: bytes, salt: bytes = SALT) -> list[PromptImage]:
+    """The images of a prompt with a token before each."""
+    expanded = reader.expand([7, marker] * len(files), files, salt)
+    assert len(expanded.tokens) == (1 + IMAGE_TOKENS) * len(files)
+    return [PromptImage.of(*span, data) for span, data in zip(expanded.spans, files, strict=True)]
+
+
+def cache_hits(reader: VllmImages) -> int:
+    return int(reader._cache.make_stats().hits)
+
+
+def test_an_image_is_found_again_by_its_own_tenant_only(reader: VllmImages, marker: int) -> None:
+    file = picture(1)
+    images = expand(reader, marker, file)
+    kept = reader.read(images, SALT)
+    assert reader.read(images, SALT) is kept
+    assert reader.read(images, b"of another") is not kept
+    assert cache_hits(reader) == 0
+    expand(reader, marker, file)
+    assert cache_hits(reader) == 1
+    expand(reader, marker, file, salt=b"of a third")
+    assert cache_hits(reader) == 1
+
+
+def test_the_encoder_computes_an_image_for_each_tenant_and_adapter(reader: VllmImages, marker: int) -> None:
+    images = expand(reader, marker, picture(1), picture(2))
+    keys = [HashKey("m", adapter, salt) for salt in (SALT, b"of another", b"") for adapter in ("", "sql")]
+    names = [[each.identifier for each in reader.features(images, key)] for key in [*keys, keys[0]]]
+    assert names[0] == names[-1]
+    assert len({name for of_key in names for name in of_key}) == 2 * len(keys)
