@@ -24,7 +24,7 @@ from tandem.errors import InputError, RequestFailed, TandemError, WorkerLost
 from tandem.images import ExpandedPrompt
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents, peer_changes
-from worker.image_reading import ImageReading
+from worker.image_reading import ImageReading, ReadingThread
 from worker.inbox import (
     AdapterCopied,
     AgentConnected,
@@ -87,7 +87,7 @@ class Leader:
         copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._adapters = LoadedAdapters(engine, SystemClock(), copying, inbox.put)
         self._copied: deque[AdapterCopied] = deque()
-        self._images = ImageReading(engine, ThreadPoolExecutor(1, thread_name_prefix="images"), inbox.put)
+        self._images = ImageReading(engine, ReadingThread(), inbox.put)
         self._steps = 0
         self._ticked_s = 0.0
         engine.report_layers(self._report_computing)
@@ -139,8 +139,9 @@ class Leader:
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._ticked_s >= IDLE_TICK_S:
+        if (passed_s := now_s - self._ticked_s) >= IDLE_TICK_S:
             self._ticked_s = now_s
+            self._images.tick(passed_s)
             self._engine.idle_tick()
             self._roles.tick()
             self._send_meters()

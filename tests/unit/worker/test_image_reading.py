@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 import pytest
 
-from tandem.errors import InputError, RequestCancelled, RequestFailed
+from tandem.errors import InputError, RequestCancelled, RequestFailed, UnavailableError, WorkerLost
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.testing.small_engine import SmallEngine
 from tandem.v1 import worker_pb2
-from worker.image_reading import ImageReading
+from worker.image_reading import READ_LIMIT_S, ImageReading, ReadingThread
 from worker.inbox import ImagesRead
 
 SESSION = 3
 IMAGE = b"GIF89a, 13 B."
 
 
-class ByHand(Executor):
+class ByHand:
     """Runs its work when it is told to."""
 
     def __init__(self) -> None:
-        self.work: list[Callable[[], Any]] = []
+        self.work: list[Callable[[], None]] = []
         self.is_shut = False
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
-        self.work.append(fn)
+    def submit(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.is_shut = cancel_futures and not wait
+    def close(self) -> None:
+        self.is_shut = True
 
     def run(self) -> None:
         self.work.pop(0)()
@@ -73,6 +75,11 @@ class Reading:
 
     def cancel(self, name: str) -> bool:
         return self.takes(name, cancel=worker_pb2.Cancel(request_id=name))
+
+    def wait(self, passed_s: float) -> None:
+        """Second by second."""
+        for _ in range(int(passed_s)):
+            self.images.tick(1.0)
 
     def kinds(self, result: ImagesRead) -> list[str | None] | None:
         frames = self.images.read(result)
@@ -189,4 +196,53 @@ def test_any_failure_ends_the_request(reading: Reading, error: Exception) -> Non
 def test_what_has_not_begun_at_the_end_never_does(reading: Reading) -> None:
     reading.generate("r")
     reading.images.close()
+    reading.thread.run()
     assert reading.thread.is_shut
+    assert reading.engine.read == []
+
+
+def test_what_has_waited_too_long_is_refused_and_never_read(reading: Reading) -> None:
+    reading.generate("r")
+    reading.takes("e", expand_images=worker_pb2.ExpandImages(request_id="e", prompt=[0], images=[IMAGE]))
+    reading.wait(READ_LIMIT_S)
+    assert reading.told == []
+    reading.wait(2)
+    assert [type(each.result) for each in reading.told] == [UnavailableError] * 2
+    assert [reading.kinds(each) for each in reading.told] == [["generate"], []]
+    while reading.thread.work:
+        reading.thread.run()
+    assert reading.engine.read == []
+    assert len(reading.told) == 2
+
+
+def test_a_host_that_was_suspended_has_not_waited(reading: Reading) -> None:
+    reading.generate("r")
+    reading.images.tick(3600.0)
+    assert reading.told == []
+
+
+def test_a_read_that_never_returns_ends_the_worker() -> None:
+    """Even if its router is gone: all others wait for it."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Hanging(Reader):
+        def read_images(self, images: Sequence[PromptImage], cache_salt: bytes) -> object:
+            begun.set()
+            goes_on.wait()
+            return None
+
+    reading = Reading()
+    images = reading.images = ImageReading(Hanging(), ReadingThread(), reading.told.append)
+    reading.generate("hangs")
+    assert begun.wait(60)
+    images.drop(SESSION)
+    reading.wait(READ_LIMIT_S)
+    with pytest.raises(WorkerLost, match="images: a read took over 45 s"):
+        reading.wait(2)
+    images.close()
+    goes_on.set()
+
+
+def test_a_read_that_never_returns_does_not_keep_its_process_from_ending() -> None:
+    hangs = "import time, worker.image_reading as it; it.ReadingThread().submit(lambda: time.sleep(3600))"
+    subprocess.run([sys.executable, "-c", hangs], check=True, timeout=60)
