@@ -199,10 +199,10 @@ class RequestBook:
         return names if trace_id is None else names | {"trace_id": trace_id}
 
     def refuse(self, session: int, request_id: str, error: TandemError) -> None:
-        """Reports a frame that never became a request."""
+        """Reports a frame that never became a request, or one that was cancelled before it did."""
         if session in self.sessions:
             self.outbox.frame(session).ended.append(error_frame(request_id, error))
-        self.ends[RequestState.REJECTED] += 1
+        self.ends[RequestState.CANCELLED if isinstance(error, RequestCancelled) else RequestState.REJECTED] += 1
 
     def close(self, engine_id: str, state: RequestState) -> None:
         key = self._keys.pop(engine_id, None)

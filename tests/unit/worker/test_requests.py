@@ -166,3 +166,9 @@ def test_a_first_token_tells_when_its_prompt_was_begun_and_when_it_was_sampled(b
     book.close(engine_id, RequestState.FINISHED)
     assert book.computing_since_s(engine_id) is None
     assert book.computing_since_s("0:gone") is None
+
+
+def test_a_request_that_is_cancelled_before_it_begins_counts_as_cancelled(book: RequestBook) -> None:
+    book.refuse(1, "waits for its images", RequestCancelled("its router left"))
+    book.refuse(1, "is wrong", InputError("no"))
+    assert book.ends == {RequestState.CANCELLED: 1, RequestState.REJECTED: 1}
