@@ -84,8 +84,8 @@ class Leader:
         self._meters = meters
         self._sent_meters = worker_pb2.WorkerMeters()
         self._peers = SetPeers(())
-        copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._adapters = LoadedAdapters(engine, SystemClock(), copying, inbox.put)
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._adapters = LoadedAdapters(engine, SystemClock(), self._copying, inbox.put)
         self._copied: deque[AdapterCopied] = deque()
         self._images = ImageReading(engine, ReadingThread(), inbox.put)
         self._steps = 0
@@ -98,6 +98,7 @@ class Leader:
             return self._run()
         finally:
             self._images.close()
+            self._copying.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> str:
         while True:

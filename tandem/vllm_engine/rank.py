@@ -58,7 +58,10 @@ class VllmRank:
 
     def close(self) -> None:
         """The last call. Rank 0 tells the others to stop."""
-        self.core.shutdown()
+        if self.leader is None:
+            self.core.shutdown()
+        else:
+            self.leader.close()
 
 
 def start_rank(launch: WorkerLaunch, index: int, exporter: KvExporter) -> VllmRank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,6 +265,16 @@ def test_images_have_what_is_used(rank: VllmRank) -> None:
     assert "share_mem" in parameters(MsgpackDecoder.__init__)
     assert "mm_features" in {each.name for each in dataclasses.fields(NewRequestData)}
     assert callable(rank.executor.driver_worker.model_runner.get_model)
+
+
+def test_the_end_of_rank_0_is_that_of_its_engine(rank: VllmRank) -> None:
+    """Which ends its grammars too; of other ranks, only that of vLLM."""
+    ended: list[str] = []
+    core: Any = SimpleNamespace(shutdown=lambda: ended.append("vLLM"))
+    engine: Any = SimpleNamespace(close=lambda: ended.append("engine"))
+    dataclasses.replace(rank, core=core, leader=engine).close()
+    dataclasses.replace(rank, core=core, leader=None).close()
+    assert ended == ["engine", "vLLM"]
 
 
 def test_windows_have_what_is_used(rank: VllmRank) -> None:

@@ -116,8 +116,8 @@ class Worker:
         roles = make_roles(RoleParts(launch, identity, engine, agents, requests))
         meters = StepMeters(WorkShape(1, 1, 1, 1.0, 1.0), peak_flops_per_s=1.0, peak_memory_bytes_per_s=1.0)
         info = cluster_pb2.WorkerInfo(worker_id=name, epoch=1)
-        leader = Leader(identity, info, engine, agents, requests, roles, self.inbox, self.service, meters)
-        self._thread = threading.Thread(target=leader.run, daemon=True)
+        self._leader = Leader(identity, info, engine, agents, requests, roles, self.inbox, self.service, meters)
+        self._thread = threading.Thread(target=self._leader.run, daemon=True)
         self._thread.start()
         self.inbox.put(SessionOpened(SESSION, "router"))
 
@@ -297,3 +297,15 @@ def test_an_adapter_that_cannot_be_loaded_is_named_in_the_workers_state(
     assert list(state.adapters.fingerprints) == [good.fingerprint]
     assert list(state.failed_adapters) == [broken.fingerprint]
     assert "expected a number as its shift" in state.failed_adapters[broken.fingerprint]
+
+
+def test_a_leader_that_stops_leaves_no_thread(tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    worker = Worker("decode-0")
+    worker.inbox.put(WantedAdapters((write_shift(tmp_path / "one", 11),)))
+    next(frame for frame in worker.frames() if frame.adapters.fingerprints)
+    worker.stop()
+    begun = {*threading.enumerate()} - before
+    for thread in begun:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in begun)
