@@ -30,8 +30,10 @@ from router.texts.chat import Chat
 from tandem.errors import (
     DeadlineExceeded,
     InputError,
+    InternalError,
     OverloadedError,
     RateLimited,
+    RequestQuarantined,
     TandemError,
     UnavailableError,
 )
@@ -203,7 +205,9 @@ class RouterService:
     async def _parse(
         self, raw: RawRequest, terms: RequestTerms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
-        with self.rejections_of(raw.model, DeadlineExceeded, RateLimited, UnavailableError):
+        with self.rejections_of(
+            raw.model, DeadlineExceeded, InternalError, OverloadedError, RequestQuarantined, UnavailableError
+        ):
             call = None if terms is None else terms.call
             model = self.models.find(raw.model, call, required=model_required)
             if call is not None:

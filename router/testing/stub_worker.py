@@ -15,7 +15,7 @@ from kvtransfer.causes import HandoffCause
 from router.testing.canary import canary_answer, is_canary, wire_id
 from tandem.config.model import Role
 from tandem.engine.api import Capability
-from tandem.errors import ErrorCode
+from tandem.errors import ErrorCode, TandemError
 from tandem.images import ExpandedPrompt
 from tandem.kvcache.layout import blocks_for
 from tandem.rpc.grpc_options import SERVER_OPTIONS
@@ -37,7 +37,7 @@ SENT = worker_pb2.SendStages(
 )  # fmt: skip
 
 AnswerScript = Callable[[Sequence[int]], Sequence[int]]
-Expansion = Callable[[worker_pb2.ExpandImages], ExpandedPrompt]
+Expansion = Callable[[worker_pb2.ExpandImages], ExpandedPrompt | TandemError]
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tandem.config.auth import AuthSpec
+from tandem.errors import RequestFailed
 from tandem.images import ExpandedPrompt
 from tandem.testing.models import write_tiny_llama
 from tandem.testing.small_engine import SmallEngine
@@ -75,3 +76,9 @@ async def test_each_tenants_images_are_read_under_a_salt_of_its_own(cluster: Clu
     assert (again, tokenized) == (acme, rival)
     assert len({b"", acme, rival, apart}) == 4
     assert {each.cache_salt for each in cluster.prefill.works.values()} == {acme, rival, apart}
+
+
+async def test_a_request_whose_images_a_worker_failed_to_read_is_counted(cluster: Cluster, keys: Keys) -> None:
+    cluster.prefill.expands = lambda asked: RequestFailed("the request cannot be computed")
+    assert (await chat(cluster, keys)).status_code == 500
+    assert cluster.metric('tandem_requests_total{code="request_failed",model="tiny",state="rejected"}') == 1
