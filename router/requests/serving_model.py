@@ -37,7 +37,7 @@ from tandem.checkpoint.json_fields import read_json_object
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
 from tandem.config.model import SamplingDefaults, SpecialTokens
-from tandem.errors import CheckpointError, ContextExceeded, InputError, shown
+from tandem.errors import CheckpointError, ContextExceeded, InputError, InternalError, shown
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.constraint import Constraint
 from tandem.images import ExpandedPrompt, PromptImage, check_spans
@@ -237,13 +237,23 @@ class ServingModel:
         expanded: ExpandedPrompt,
     ) -> ValidRequest:
         assert isinstance(raw.prompt, Chat)
-        check_spans(expanded.spans, len(expanded.tokens))
+        self._check_expanded(expanded, len(raw.prompt.images))
         images = tuple(
             PromptImage.of(start, tokens, data)
             for (start, tokens), data in zip(expanded.spans, raw.prompt.images, strict=True)
         )
         prompted = _Prompted("messages", expanded.tokens, constraint, request.reading, images)
         return self._valid(raw, limit, request.request_id, request.cache_salt, prompted)[0]
+
+    def _check_expanded(self, expanded: ExpandedPrompt, images: int) -> None:
+        """Raises InternalError for what no worker should send."""
+        try:
+            self._check_ids("prompt", expanded.tokens)
+            check_spans(expanded.spans, len(expanded.tokens))
+        except InputError as error:
+            raise InternalError(f"a worker expanded a prompt wrongly: {error}") from error
+        if (got := len(expanded.spans)) != images:
+            raise InternalError(f"a worker expanded a prompt wrongly: expected {images} images, got {got}")
 
     def _prompted(self, raw: RawRequest, limit: int) -> _Prompted:
         constraint = raw.sampling.constraint

@@ -82,3 +82,20 @@ async def test_a_request_whose_images_a_worker_failed_to_read_is_counted(cluster
     cluster.prefill.expands = lambda asked: RequestFailed("the request cannot be computed")
     assert (await chat(cluster, keys)).status_code == 500
     assert cluster.metric('tandem_requests_total{code="request_failed",model="tiny",state="rejected"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("expanded", "said"),
+    [
+        (ExpandedPrompt((5, 10**6), ((0, 1),)), "expected token ids from 0 to"),
+        (ExpandedPrompt((5, 0), ((1, 2),)), "expected placeholders that follow each other within 2 tokens"),
+        (ExpandedPrompt((5, 0), ()), "expected 1 images, got 0"),
+    ],
+)
+async def test_an_expansion_that_cannot_be_is_never_sent_to_another_worker(
+    cluster: Cluster, keys: Keys, expanded: ExpandedPrompt, said: str
+) -> None:
+    cluster.prefill.expands = lambda asked: expanded
+    reply = await chat(cluster, keys)
+    assert (reply.status_code, said in reply.json()["error"]["message"]) == (500, True), reply.text
+    assert cluster.decode.works == {}
