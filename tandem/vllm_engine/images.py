@@ -23,13 +23,14 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
 
-from tandem.errors import InputError
+from tandem.errors import InputError, TandemError
 from tandem.images import DIGEST_BYTES, FORMATS, ExpandedPrompt, PromptImage, has_known_format
 from tandem.kvcache.blockhash import HashKey
 from tandem.vllm_engine.settings import first_line
 
 KEPT_BYTES = 256 << 20  # of the pixels of the latest requests, most of which are in vLLM's own cache too
-_CLIENTS = (AssertionError, LookupError, TypeError, ValueError)  # what processors raise for images that do not fit
+# What processors raise for images that do not fit. A RuntimeError may be torch's.
+_CLIENTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,12 @@ class VllmImages:
                     field="messages",
                 )
             return [self._media.load_bytes(data) for data in files]
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise InputError(f"messages: expected images that can be read, got: {error}", field="messages") from error
+        except (TandemError, MemoryError):
+            raise
+        except Exception as error:  # a broken file makes decoders raise anything
+            raise InputError(
+                f"messages: expected images that can be read, got: {first_line(error)}", field="messages"
+            ) from error
 
     def _keep(self, names: tuple[str, ...], read: ReadImages) -> None:
         with self._changing:

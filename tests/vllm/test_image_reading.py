@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from tandem.errors import InputError
 from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey
 from tests.vllm.vllms_models import CONTEXT, MARKER, picture, write_image_model
@@ -74,3 +77,31 @@ def test_the_encoder_computes_an_image_for_each_tenant_and_adapter(reader: VllmI
     names = [[each.identifier for each in reader.features(images, key)] for key in [*keys, keys[0]]]
     assert names[0] == names[-1]
     assert len({name for of_key in names for name in of_key}) == 2 * len(keys)
+
+
+@pytest.fixture
+def most_pixels(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets VLLM_MAX_IMAGE_PIXELS, which vLLM reads once."""
+    from vllm import envs
+
+    return lambda pixels: monkeypatch.setitem(vars(envs), "VLLM_MAX_IMAGE_PIXELS", pixels)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_broken_file_is_refused_or_read(
+    reader: VllmImages, marker: int, most_pixels: Callable[[int], None], kind: str
+) -> None:
+    most_pixels(1_000_000)
+    file, dice = picture(1, kind=kind), np.random.default_rng(0)
+    broken = [file[:size] for size in range(0, len(file), len(file) // 40 + 1)]
+    for _ in range(200):
+        flipped = bytearray(file)
+        flipped[min(int(dice.exponential(40)), len(file) - 1)] ^= 1 << int(dice.integers(8))
+        broken.append(bytes(flipped))
+    refused = 0
+    for each in broken:
+        try:
+            reader.expand([marker], [each], SALT)
+        except InputError:
+            refused += 1
+    assert refused > 30
