@@ -148,7 +148,7 @@ class VllmImages:
                     raise InputError(f"messages: expected images in {FORMATS}, got another file", field="messages")
                 with Image.open(BytesIO(data)) as opened:
                     pixels += opened.width * opened.height
-            if pixels > envs.VLLM_MAX_IMAGE_PIXELS:
+            if 0 < envs.VLLM_MAX_IMAGE_PIXELS < pixels:  # 0: no limit, as in vLLM
                 raise InputError(
                     f"messages: expected at most {envs.VLLM_MAX_IMAGE_PIXELS} pixels in all images of a request, got "
                     f"{pixels}: send smaller ones",

@@ -11,7 +11,7 @@ import pytest
 from tandem.errors import InputError
 from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey
-from tests.vllm.vllms_models import CONTEXT, MARKER, picture, write_image_model
+from tests.vllm.vllms_models import CONTEXT, MARKER, blank, picture, write_image_model
 
 if TYPE_CHECKING:
     from tandem.vllm_engine.images import VllmImages
@@ -105,3 +105,12 @@ def test_a_broken_file_is_refused_or_read(
         except InputError:
             refused += 1
     assert refused > 30
+
+
+def test_a_limit_of_0_pixels_is_none(reader: VllmImages, marker: int, most_pixels: Callable[[int], None]) -> None:
+    """As in vLLM."""
+    most_pixels(0)
+    expand(reader, marker, blank(300, 200), blank(300, 201))
+    most_pixels(2 * 300 * 200)
+    with pytest.raises(InputError, match="expected at most 120000 pixels in all images of a request, got 120300"):
+        expand(reader, marker, blank(300, 200), blank(300, 201))
