@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -163,7 +164,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineR
         rank=index,
         tp=identity.tp,
         model_kv_heads=rank.kv_heads,
-        model_fingerprint=_fingerprint_of_kv(launch, identity),
+        model_fingerprint=fingerprint_of_kv(launch, identity),
         layout=WireLayout(
             num_blocks=layout.num_blocks,
             layers=layout.layers,
@@ -186,12 +187,14 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineR
     )
 
 
-def _fingerprint_of_kv(launch: WorkerLaunch, identity: WorkerIdentity) -> str:
-    """Of the model, and of the drafter that has a layer of the KV."""
-    if not launch.engine.drafter_layers:
-        return identity.model_fingerprint
-    of_drafter = fingerprint(Path(launch.engine.speculation_model or ""))
-    return hashlib.sha256(f"{identity.model_fingerprint} {of_drafter}".encode()).hexdigest()[:32]
+def fingerprint_of_kv(launch: WorkerLaunch, identity: WorkerIdentity) -> str:
+    """Of the model, the drafter that has a layer of the KV, and the settings that change what an image becomes."""
+    parts = [identity.model_fingerprint]
+    if launch.engine.drafter_layers:
+        parts.append(fingerprint(Path(launch.engine.speculation_model or "")))
+    if settings := launch.engine.image_settings:
+        parts.append(json.dumps(settings, sort_keys=True))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32] if len(parts) > 1 else parts[0]
 
 
 def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:

@@ -14,6 +14,7 @@ _WINDOW_S = 0.1
 MAX_LONGEST_STEP_S = 60
 # Unless engine.vllm has max_lora_rank, max_loras and max_cpu_loras. The first is vLLM's own default.
 _ADAPTER_RANK, _ADAPTERS_IN_BATCH, _ADAPTERS_KEPT = 16, 8, 32
+_OF_IMAGES = ("media_io_kwargs", "mm_processor_kwargs")
 
 
 # What vLLM has under names of its own, or not at all.
@@ -258,6 +259,11 @@ class EngineSpec(Frozen):
     def max_adapters_kept(self) -> int:
         """The adapters that each rank keeps in host memory."""
         return self._vllm_count("max_cpu_loras", max(_ADAPTERS_KEPT, self.max_adapters_in_batch))
+
+    @property
+    def image_settings(self) -> dict[str, JsonValue]:
+        """Those of vLLM that change what an image becomes, as far as they are set."""
+        return {name: self.vllm[name] for name in _OF_IMAGES if self.vllm.get(name)}
 
     def _vllm_count(self, name: str, default: int) -> int:
         given = self.vllm.get(name)

@@ -140,6 +140,17 @@ class ModelSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _roles_read_images_alike(self) -> ModelSpec:
+        prefill, decode = (self.engine_of(role).image_settings for role in (Role.PREFILL, Role.DECODE))
+        for name in sorted({*prefill, *decode}):
+            if (wanted := prefill.get(name)) != (got := decode.get(name)):
+                raise ValueError(
+                    f"engine.vllm.{name}: expected the same for both roles, got {wanted} for prefill and {got} for "
+                    "decode: set it in the model's engine alone"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batches_are_of_one_engine(self) -> ModelSpec:
         if self.prefill.workers and (unfit := self.no_prefill_workers) is not None:
             raise ValueError(unfit)

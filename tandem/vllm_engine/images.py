@@ -23,7 +23,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
 
-from tandem.errors import InputError, TandemError
+from tandem.errors import InputError, TandemError, UnavailableError
 from tandem.images import DIGEST_BYTES, FORMATS, ExpandedPrompt, PromptImage, has_known_format
 from tandem.kvcache.blockhash import HashKey
 from tandem.vllm_engine.settings import first_line
@@ -89,15 +89,16 @@ class VllmImages:
         return read
 
     def features(self, images: Sequence[PromptImage], key: HashKey) -> list[MultiModalFeatureSpec]:
-        """What vLLM's requests have. Raises InputError."""
+        """What vLLM's requests have. Raises InputError, and UnavailableError if a worker with other settings expanded
+        the prompt."""
         if not images:
             return []
         features, names = [], _names(images, key.cache_salt)
         for image, named, made in zip(images, names, self.read(images, key.cache_salt).images, strict=True):
             if made.tokens != image.tokens:
-                raise InputError(
-                    f"images: expected {made.tokens} placeholder tokens for an image, got {image.tokens}: all workers "
-                    "of a model need the same files and settings",
+                raise UnavailableError(
+                    f"images: expected {made.tokens} placeholder tokens for an image, got {image.tokens} from another "
+                    "worker: retry later; all workers of a model need the same files and settings",
                     field="images",
                 )
             name = f"{named}-{made.tokens}"

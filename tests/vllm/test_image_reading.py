@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tandem.errors import InputError
+from tandem.errors import InputError, UnavailableError
 from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey
 from tests.vllm.vllms_models import CONTEXT, MARKER, blank, picture, write_image_model
@@ -114,3 +114,10 @@ def test_a_limit_of_0_pixels_is_none(reader: VllmImages, marker: int, most_pixel
     most_pixels(2 * 300 * 200)
     with pytest.raises(InputError, match="expected at most 120000 pixels in all images of a request, got 120300"):
         expand(reader, marker, blank(300, 200), blank(300, 201))
+
+
+def test_a_prompt_expanded_with_other_settings_may_try_another_worker(reader: VllmImages, marker: int) -> None:
+    (image,) = expand(reader, marker, picture(1))
+    other = PromptImage.of(image.start, IMAGE_TOKENS - 1, image.data)
+    with pytest.raises(UnavailableError, match="expected 34 placeholder tokens for an image, got 33 from another"):
+        reader.features([other], HashKey("m", "", SALT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tandem.config.engine import EngineSpec
+from tandem.config.model import ModelSpec
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.vllm_engine import launch
 from tandem.vllm_engine.exports import Export
+from worker.rank import fingerprint_of_kv
+from worker.roles import WorkerIdentity
 
 BLOCK = 4
 LAYOUT = KvPoolLayout(64, 2, 2, BLOCK, 8, "float32", joined=True)
@@ -94,3 +98,26 @@ def test_vllms_own_settings_are_kept() -> None:
     flags = {"attention_backend": "CPU_ATTN", "hf_overrides": {"a": [1, None]}}
     spec = EngineSpec(kind="vllm", block_tokens=32, vllm=flags)
     assert EngineSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+IMAGES = {"mm_processor_kwargs": {"size": {"longest_edge": 64}}}
+
+
+def test_both_roles_read_images_alike() -> None:
+    """Else a decode worker would compute other KV for an image, and often of another length."""
+    engine = {"kind": "vllm", "block_tokens": 32}
+    ModelSpec.model_validate({"source": "m", "engine": engine | {"vllm": IMAGES}})
+    with pytest.raises(ValidationError, match=r"engine.vllm.mm_processor_kwargs: expected the same for both roles"):
+        ModelSpec.model_validate({"source": "m", "engine": engine, "prefill": {"engine": {"vllm": IMAGES}}})
+
+
+def test_only_workers_that_read_images_alike_exchange_kv() -> None:
+    def fingerprint(**vllm: Any) -> str:
+        engine = EngineSpec(kind="vllm", block_tokens=32, vllm=vllm)
+        launch: Any = SimpleNamespace(engine=engine)
+        identity = WorkerIdentity("w", 1, 1, "model", 32, bytes(32))
+        return fingerprint_of_kv(launch, identity)
+
+    assert fingerprint() == fingerprint(attention_backend="CPU_ATTN") == "model"
+    assert fingerprint(**IMAGES) == fingerprint(**IMAGES) != "model"
+    assert fingerprint(**IMAGES) != fingerprint(mm_processor_kwargs={"size": {"longest_edge": 32}})
