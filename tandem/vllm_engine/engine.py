@@ -331,7 +331,7 @@ class VllmEngine:
         if counts.leased or counts.in_use:
             self._is_starved = True
             return
-        request = self._scheduler.waiting[0]
+        request = self._scheduler.waiting.peek_request()
         self.cancel(request.request_id)
         needs = blocks_for(request.num_tokens + 1, self._block_tokens)
         error = KvExhausted(f"{request.num_tokens} tokens need {needs} of {counts.total} KV blocks: retry later")

@@ -56,12 +56,15 @@ _REASONS = {
     ),
     "the router has tokenizers, parsers and queues": (
         "generation_config",
+        "io_processor_plugin",
         "max_logprobs",
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "override_generation_config",
         "reasoning_parser",
         "reasoning_parser_plugin",
+        "renderer_num_workers",
+        "scheduling_policy",
         "stream_interval",
         "tokenizer",
         "tokenizer_mode",
@@ -77,9 +80,24 @@ _REASONS = {
         "runner",
         "skip_tokenizer_init",
     ),
+    "images come with their request": (
+        "allowed_local_media_path",
+        "allowed_media_domains",
+    ),
+    "the model is a folder": (
+        "download_dir",
+        "hf_token",
+        "revision",
+    ),
+    "code of a checkpoint is never run": (
+        "code_revision",
+        "trust_remote_code",
+    ),
     "an adapter says which modules it has": ("lora_target_modules",),
     "the checkpoint's fingerprint does not cover it": (
         "hf_config_path",
+        "hf_overrides",
+        "model_class_overrides",
         "model_weights",
     ),
 }
@@ -94,6 +112,7 @@ OURS = {
     "max_num_batched_tokens": "engine.max_step_tokens",
     "max_num_seqs": "engine.max_running_requests",
     "num_gpu_blocks_override": "engine.kv_blocks",
+    "otlp_traces_endpoint": "observability.tracing.otlp_endpoint",
     "served_model_name": "models[].name",
     "tensor_parallel_size": "prefill.tp and decode.tp",
 }
@@ -107,8 +126,10 @@ DECIDED = {name: why for why, names in _REASONS.items() for name in names} | {
     "model": "it is the worker's model",
     "prefix_caching_hash_algo": "block hashes are Tandem's",
     "scheduler_cls": "Tandem's reserves blocks for handoffs",
+    "mm_hasher_algorithm": "images have digests of Tandem's",
     "mm_processor_cache_type": "a rank's process has one",
     "seed": "each request has one",
+    "structured_outputs_config": "grammars are Tandem's",
 }
 
 

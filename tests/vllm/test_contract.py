@@ -65,6 +65,7 @@ def test_the_scheduler_has_what_ours_overrides_and_uses(rank: VllmRank) -> None:
         "waiting",
     ):
         assert hasattr(scheduler, name), name
+    assert parameters(type(scheduler.waiting).peek_request) == {"self"}
     assert parameters(Scheduler._preempt_request) >= {"self", "request", "timestamp"}
     assert parameters(Scheduler._request_blocks_can_be_freed) == {"self", "request"}
     assert parameters(Scheduler._free_blocks) == {"self", "request"}
@@ -184,6 +185,10 @@ def test_a_step_says_what_is_not_sent_to_other_ranks(rank: VllmRank) -> None:
         ({"block_size": 32}, "engine.vllm.block_size: expected none: set engine.block_tokens instead"),
         ({"spec_method": "ngram"}, "drafts have KV of their own"),
         ({"stream_interval": 4}, "the router has tokenizers, parsers and queues"),
+        ({"scheduling_policy": "priority"}, "the router has tokenizers, parsers and queues"),
+        ({"trust_remote_code": True}, "code of a checkpoint is never run"),
+        ({"hf_overrides": {}}, "the checkpoint's fingerprint does not cover it"),
+        ({"otlp_traces_endpoint": "http://a"}, "set observability.tracing.otlp_endpoint instead"),
         ({"compilation_config": {"bad": 1}}, "engine.vllm: "),
         ({"no_such_flag": 1}, "engine.vllm.no_such_flag: expected a setting that vLLM .* knows, as in its EngineArgs"),
         ({"enable-prefix-caching": True}, "did you mean enable_prefix_caching?"),
