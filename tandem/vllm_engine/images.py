@@ -22,8 +22,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.processing import BaseMultiModalProcessor
 
-from tandem.errors import InputError, TandemError, UnavailableError
+from tandem.errors import ContextExceeded, InputError, TandemError, UnavailableError
 from tandem.images import DIGEST_BYTES, FORMATS, ExpandedPrompt, PromptImage, has_known_format
 from tandem.kvcache.blockhash import HashKey
 from tandem.vllm_engine.settings import first_line
@@ -63,6 +64,10 @@ class VllmImages:
         self._media = ImageMediaIO(**settings.media_io_kwargs.get("image", {}))
         self._cache = MultiModalProcessorOnlyCache(model_config)
         self._most_tokens = most_tokens
+        self._max_model_tokens: int = model_config.max_model_len
+        # Then vLLM itself processes an image without those that it has the pixels of.
+        apart = BaseMultiModalProcessor._cached_apply_hf_processor
+        self._reads_each_apart = type(processor)._cached_apply_hf_processor is apart
         self._processing = threading.Lock()
         self._changing = threading.Lock()
         self._kept: OrderedDict[tuple[str, ...], ReadImages] = OrderedDict()  # by names
@@ -70,9 +75,11 @@ class VllmImages:
         self._known: WeakValueDictionary[tuple[str, ...], ReadImages] = WeakValueDictionary()
 
     def expand(self, prompt: Sequence[int], images: Sequence[bytes], cache_salt: bytes) -> ExpandedPrompt:
-        """Raises InputError."""
+        """Raises InputError, ContextExceeded."""
         names = _names([PromptImage.of(0, 0, data) for data in images], cache_salt)
-        tokens, spans, read = self._process([*prompt], images, names)
+        files = self._opened(images)
+        self._check_context(files, names)
+        tokens, spans, read = self._process([*prompt], files, names)
         self._keep(names, read)
         return ExpandedPrompt(tuple(tokens), spans)
 
@@ -82,9 +89,8 @@ class VllmImages:
         with self._changing:
             if (known := self._known.get(names)) is not None:
                 return known
-        text = self._processor.dummy_inputs.get_dummy_text({"image": len(images)})
-        markers = self._processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-        _, _, read = self._process(markers, [each.data for each in images], names)
+        files = self._opened([each.data for each in images])
+        _, _, read = self._process(self._markers(len(files)), files, names)
         self._keep(names, read)
         return read
 
@@ -114,19 +120,10 @@ class VllmImages:
         return features
 
     def _process(
-        self, prompt: list[int], images: Sequence[bytes], names: Sequence[str]
+        self, prompt: list[int], files: Sequence[Any], names: Sequence[str]
     ) -> tuple[list[int], tuple[tuple[int, int], ...], ReadImages]:
         """The expanded prompt, the place of each image, and what came of them. Raises InputError."""
-        files = self._opened(images)
-        try:
-            with self._processing:
-                items = self._processor.info.parse_mm_data({"image": files})
-                made = self._processor(prompt, items, {"image": [*names]}, cache=self._cache)
-        except _CLIENTS as error:
-            raise InputError(
-                f"messages: expected images that the model's chat template has a place for, got: {first_line(error)}",
-                field="messages",
-            ) from error
+        made = self._made(prompt, files, names)
         found, spans, size = [], [], 0
         for place, item in zip(made["mm_placeholders"]["image"], made["mm_kwargs"]["image"], strict=True):
             if (embeds := place.get_num_embeds()) > self._most_tokens:
@@ -139,6 +136,36 @@ class VllmImages:
             spans.append((place.offset, place.length))
             found.append(_Image(item, place.length, place.is_embed))
         return [*made["prompt_token_ids"]], tuple(spans), ReadImages(tuple(found), size)
+
+    def _made(self, prompt: list[int], files: Sequence[Any], names: Sequence[str]) -> Any:
+        """By vLLM. Raises InputError."""
+        try:
+            with self._processing:
+                items = self._processor.info.parse_mm_data({"image": [*files]})
+                return self._processor(prompt, items, {"image": [*names]}, cache=self._cache)
+        except _CLIENTS as error:
+            raise InputError(
+                f"messages: expected images that the model's chat template has a place for, got: {first_line(error)}",
+                field="messages",
+            ) from error
+
+    def _markers(self, images: int) -> list[int]:
+        text = self._processor.dummy_inputs.get_dummy_text({"image": images})
+        return [*self._processor.info.get_tokenizer().encode(text, add_special_tokens=False)]
+
+    def _check_context(self, files: Sequence[Any], names: Sequence[str]) -> None:
+        """Raises ContextExceeded for images that fill the context, before all of them are processed: of a small file,
+        processors may make many pixels. vLLM's cache keeps what is made here."""
+        tokens, marker = 0, self._markers(1)
+        for number, file in enumerate(files[:-1] if self._reads_each_apart else ()):
+            made = self._made(marker, [file], [names[number]])
+            tokens += made["mm_placeholders"]["image"][0].length
+            if tokens >= self._max_model_tokens:
+                raise ContextExceeded(
+                    f"messages: This model's maximum context length is {self._max_model_tokens} tokens, and "
+                    f"{number + 1} of {len(files)} images alone have {tokens}; send fewer, or smaller ones",
+                    field="messages",
+                )
 
     def _opened(self, files: Sequence[bytes]) -> list[Any]:
         """Raises InputError, before anything large is made of a small file."""

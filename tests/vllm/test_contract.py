@@ -261,6 +261,7 @@ def test_images_have_what_is_used(rank: VllmRank) -> None:
     assert scheduler.max_num_encoder_input_tokens >= 0
     assert scheduler.encoder_cache_manager.cache_size >= 0
     assert parameters(BaseMultiModalProcessor.__call__) >= {"prompt", "mm_items", "mm_uuid_items", "cache"}
+    assert callable(BaseMultiModalProcessor._cached_apply_hf_processor)
     assert "self._apply_prompt_updates_via_text(" in inspect.getsource(BaseMultiModalProcessor._apply_prompt_updates)
     assert parameters(MultiModalProcessorOnlyCache.__init__) == {"self", "model_config"}
     assert PlaceholderRange(0, 4).get_num_embeds() == 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tandem.errors import InputError, UnavailableError
+from tandem.errors import ContextExceeded, InputError, UnavailableError
 from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey
 from tests.vllm.vllms_models import CONTEXT, MARKER, blank, picture, write_image_model
@@ -121,3 +121,11 @@ def test_a_prompt_expanded_with_other_settings_may_try_another_worker(reader: Vl
     other = PromptImage.of(image.start, IMAGE_TOKENS - 1, image.data)
     with pytest.raises(UnavailableError, match="expected 34 placeholder tokens for an image, got 33 from another"):
         reader.features([other], HashKey("m", "", SALT))
+
+
+def test_images_that_fill_the_context_are_refused_before_all_are_processed(reader: VllmImages, marker: int) -> None:
+    files = [picture(number) for number in range(40)]
+    with pytest.raises(ContextExceeded, match="context length is 512 tokens, and 16 of 40 images alone have 544"):
+        reader.expand([marker] * len(files), files, SALT)
+    assert reader._cache.make_stats().total == 16
+    assert len(expand(reader, marker, *files[:15])) == 15
