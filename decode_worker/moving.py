@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvtransfer.causes import HandoffCause
-from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
+from kvtransfer.causes import HandoffFault
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import Engine, RequestEnd
@@ -21,18 +20,20 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
-from worker.outbound_handoffs import OutboundHandoff, OutboundHandoffs, OutboundPhase
+from worker.outbound_handoffs import OutboundHandoff, SendingRole
 from worker.requests import RequestBook
 from worker.roles import WorkerIdentity
 
 log = logging.getLogger(__name__)
 
 
-class MovingRole:
+class MovingRole(SendingRole):
     """Owns a request from its hold until it is dropped or resumed.
 
     A request that is neither moved nor resumed within `ticket_ttl_s` is resumed: its router has lost track of it.
     """
+
+    SENDER = "decode"
 
     def __init__(
         self,
@@ -43,13 +44,8 @@ class MovingRole:
         clock: Clock,
         ticket_ttl_s: float,
     ) -> None:
-        self._identity = identity
-        self._engine = engine
-        self._agents = agents
-        self._requests = requests
-        self._clock = clock
+        super().__init__(identity, engine, agents, requests, clock)
         self._ttl_s = ticket_ttl_s
-        self._handoffs = OutboundHandoffs(identity.tp)
         self._held_since_s: dict[str, float] = {}  # by engine id
         self._ending: set[str] = set()  # engine ids whose blocks are freed once the agents have closed
 
@@ -68,10 +64,6 @@ class MovingRole:
 
     def owns(self, engine_id: str) -> bool:
         return engine_id in self._held_since_s or engine_id in self._ending
-
-    def request_of(self, ticket_id: str) -> str | None:
-        entry = self._handoffs.by_ticket(ticket_id)
-        return None if entry is None else entry.engine_id
 
     def cancel(self, engine_id: str, error: TandemError) -> None:
         self._requests.fail(engine_id, error)
@@ -112,60 +104,36 @@ class MovingRole:
             self._resume(engine_id)
             return
         if first_block * self._identity.block_tokens >= tokens:
-            self._moved(engine_id)  # the receiver has every block
+            self._all_sent(engine_id)  # the receiver has every block
             return
-        self._handoffs.open(ticket_id, engine_id, self._clock.now_s())
-        self._agents.broadcast(
-            OpenSend(
-                ticket_id=ticket_id,
-                signed_ticket=ticket.signed,
-                export_id=engine_id,
-                decode_worker=ticket.decode_worker,
-                decode_epoch=ticket.decode_epoch,
-                first_block=first_block,
-                prompt_tokens=tokens,
-            )
+        self._start_sending(
+            engine_id,
+            ticket_id,
+            ticket,
+            first_block=first_block,
+            prompt_tokens=tokens,
+            taken_up_at_s=self._clock.now_s(),
         )
 
     # --- transfer agents ---------------------------------------------------------------------------------------
 
-    def on_agent(self, rank: int, message: FromAgent) -> None:
-        match message:
-            case Sent():
-                if entry := self._handoffs.sent(rank, message):
-                    self._acknowledged(entry)
-            case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
-                if entry := self._handoffs.by_ticket(ticket_id):
-                    self._failed(entry, f"{cause}: {text}")
-            case SendClosed(ticket_id=ticket_id):
-                self._closed(rank, ticket_id)
-            case _:
-                pass  # receive messages; attachments and link reports are handled by the leader
+    def _all_sent(self, engine_id: str) -> None:
+        self._requests.close(engine_id, RequestState.FINISHED)
+        self._drop(engine_id)
 
-    def on_agent_lost(self, rank: int) -> None:
-        for entry in self._handoffs.open_entries():
-            if entry.phase is OutboundPhase.SENDING and rank in entry.pending:
-                self._failed(entry, HandoffCause.PEER_LOST.value)
-            self._closed(rank, entry.ticket_id)
-
-    def _acknowledged(self, entry: OutboundHandoff) -> None:
-        if target := self._requests.frame_of(entry.engine_id):
-            frame, request_id = target
-            frame.handoffs.append(entry.done_frame(request_id))
-        self._moved(entry.engine_id)
-
-    def _failed(self, entry: OutboundHandoff, why: str) -> None:
-        log.warning("the receiver did not take the blocks of a request to move: %s", why)
+    def _not_sent(self, entry: OutboundHandoff, fault: HandoffFault) -> None:
+        log.warning("a request was not moved: %s", fault.message)
         if entry.engine_id in self._held_since_s:
             self._resume(entry.engine_id)
         else:
             self._stop_sending(entry)
 
-    # --- ends --------------------------------------------------------------------------------------------------
+    def _all_closed(self, engine_id: str) -> None:
+        if engine_id in self._ending:
+            self._ending.discard(engine_id)
+            self._engine.cancel(engine_id)
 
-    def _moved(self, engine_id: str) -> None:
-        self._requests.close(engine_id, RequestState.FINISHED)
-        self._drop(engine_id)
+    # --- ends --------------------------------------------------------------------------------------------------
 
     def _resume(self, engine_id: str) -> None:
         """Safe while agents still read the blocks: computed KV does not change."""
@@ -185,17 +153,6 @@ class MovingRole:
             return
         self._ending.add(engine_id)
         self._stop_sending(entry)
-
-    def _stop_sending(self, entry: OutboundHandoff) -> None:
-        if self._handoffs.start_closing(entry):
-            self._agents.broadcast(CloseSend(ticket_id=entry.ticket_id))
-            for rank in self._agents.lost_ranks():
-                self._closed(rank, entry.ticket_id)
-
-    def _closed(self, rank: int, ticket_id: str) -> None:
-        if (entry := self._handoffs.closed(rank, ticket_id)) and entry.engine_id in self._ending:
-            self._ending.discard(entry.engine_id)
-            self._engine.cancel(entry.engine_id)
 
     def after_step(self, ended: Sequence[RequestEnd]) -> None:
         """Held requests take part in no step."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
-from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
+from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import Engine, RequestEnd
@@ -13,25 +12,22 @@ from tandem.errors import HandoffError, InputError, TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
-from worker.outbound_handoffs import OutboundHandoff, OutboundHandoffs, OutboundPhase
+from worker.outbound_handoffs import OutboundHandoff, SendingRole
 from worker.requests import RequestBook
 from worker.roles import WorkerIdentity
 from worker.wire import parse_work
 
 
-class PrefillRole:
+class PrefillRole(SendingRole):
     """A request ends here when its first token is sent *and* its blocks are acknowledged. Both are tracked separately,
     because the router must not wait for the second."""
+
+    SENDER = "prefill"
 
     def __init__(
         self, identity: WorkerIdentity, engine: Engine, agents: Agents, requests: RequestBook, clock: Clock
     ) -> None:
-        self._identity = identity
-        self._engine = engine
-        self._agents = agents
-        self._requests = requests
-        self._clock = clock
-        self._handoffs = OutboundHandoffs(identity.tp)
+        super().__init__(identity, engine, agents, requests, clock)
         self._engine_ids: set[str] = set()  # owned by this role, until their blocks are released
         self._prefilled: set[str] = set()  # left the engine, but their blocks are still leased
 
@@ -65,59 +61,30 @@ class PrefillRole:
             export_from_block=first_block,
         )
         self._engine.add(request)
-        if first_block * self._identity.block_tokens >= len(request.prompt) or request.sampling.max_tokens == 1:
+        prompt_tokens = len(request.prompt)
+        if first_block * self._identity.block_tokens >= prompt_tokens or request.sampling.max_tokens == 1:
             return  # the decode worker has every block or needs none: only the first token is missing
-        self._handoffs.open(ticket_id, engine_id, taken_up_at_s)
-        self._agents.broadcast(
-            OpenSend(
-                ticket_id=ticket_id,
-                signed_ticket=ticket.signed,
-                export_id=engine_id,
-                decode_worker=ticket.decode_worker,
-                decode_epoch=ticket.decode_epoch,
-                first_block=first_block,
-                prompt_tokens=len(request.prompt),
-            )
+        self._start_sending(
+            engine_id,
+            ticket_id,
+            ticket,
+            first_block=first_block,
+            prompt_tokens=prompt_tokens,
+            taken_up_at_s=taken_up_at_s,
         )
 
     # --- transfer agents ---------------------------------------------------------------------------------------
 
-    def on_agent(self, rank: int, message: FromAgent) -> None:
-        match message:
-            case Sent():
-                if entry := self._handoffs.sent(rank, message):
-                    self._acknowledged(entry)
-            case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
-                if entry := self._handoffs.by_ticket(ticket_id):
-                    fault = HandoffFault(parse_cause(cause), f"the KV blocks were not delivered ({cause}): {text}")
-                    self.cancel(entry.engine_id, fault)
-            case SendClosed(ticket_id=ticket_id):
-                self._closed(rank, ticket_id)
-            case _:
-                pass  # attachments and link reports are handled by the leader
+    def _all_sent(self, engine_id: str) -> None:
+        if engine_id in self._prefilled:  # the first token is sent too
+            self._requests.close(engine_id, RequestState.FINISHED)
+            self._release(engine_id)
 
-    def on_agent_lost(self, rank: int) -> None:
-        lost = HandoffFault(HandoffCause.PEER_LOST, "the prefill worker's transfer agent was lost: try again")
-        for entry in self._handoffs.open_entries():
-            if entry.phase is OutboundPhase.SENDING and rank in entry.pending:
-                self.cancel(entry.engine_id, lost)
-            self._closed(rank, entry.ticket_id)
+    def _not_sent(self, entry: OutboundHandoff, fault: HandoffFault) -> None:
+        self.cancel(entry.engine_id, fault)
 
-    def _acknowledged(self, entry: OutboundHandoff) -> None:
-        if target := self._requests.frame_of(entry.engine_id):
-            frame, request_id = target
-            frame.handoffs.append(entry.done_frame(request_id))
-        if entry.engine_id in self._prefilled:
-            self._complete(entry.engine_id)
-
-    def _complete(self, engine_id: str) -> None:
-        """The first token is sent and no block is left to send."""
-        self._requests.close(engine_id, RequestState.FINISHED)
+    def _all_closed(self, engine_id: str) -> None:
         self._release(engine_id)
-
-    def _closed(self, rank: int, ticket_id: str) -> None:
-        if entry := self._handoffs.closed(rank, ticket_id):
-            self._release(entry.engine_id)
 
     def _release(self, engine_id: str) -> None:
         self._engine_ids.discard(engine_id)
@@ -129,14 +96,13 @@ class PrefillRole:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def request_of(self, ticket_id: str) -> str | None:
-        entry = self._handoffs.by_ticket(ticket_id)
-        return None if entry is None else entry.engine_id
-
     def cancel(self, engine_id: str, error: TandemError) -> None:
         """Reports the error to the router at once; releases the blocks when no agent reads them any more."""
         self._requests.fail(engine_id, error)
-        self._stop_sending(engine_id)
+        if (entry := self._handoffs.by_engine_id(engine_id)) is None:
+            self._release(engine_id)
+        else:
+            self._stop_sending(entry)
 
     def after_step(self, ended: Sequence[RequestEnd]) -> None:
         for end in ended:
@@ -157,16 +123,6 @@ class PrefillRole:
             if entry is None:  # nothing to hand off, so no report will say that this side is done
                 self._requests.part_done(end.request_id)
                 self._release(end.request_id)
-
-    def _stop_sending(self, engine_id: str) -> None:
-        """Releases the blocks as soon as no agent can read them any more."""
-        entry = self._handoffs.by_engine_id(engine_id)
-        if entry is None:
-            self._release(engine_id)
-        elif self._handoffs.start_closing(entry):
-            self._agents.broadcast(CloseSend(ticket_id=entry.ticket_id))
-            for rank in self._agents.lost_ranks():
-                self._closed(rank, entry.ticket_id)
 
     def tick(self) -> None:
         """The agents keep the deadlines of a push; this role has none."""
