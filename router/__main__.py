@@ -91,6 +91,14 @@ def let_threads_wait() -> None:
                 os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
+def given_to_join(given: argparse.Namespace) -> list[str]:
+    """The options of `--join` that say something else than their default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([])).items()
+    return [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(given, name) != default]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router", description="One Tandem router.")
     parser.add_argument("--launch", type=Path, metavar="FILE", help="the RouterLaunch JSON file")
@@ -98,6 +106,8 @@ def main() -> int:
     given = parser.parse_args()
     if (given.launch is None) == (given.join is None):
         parser.error("expected either --launch or --join")
+    if given.launch is not None and (unused := given_to_join(given)):
+        parser.error(f"{unused[0]}: expected together with --join: with --launch, the file says it")
     sys.setswitchinterval(SWITCH_S)
     try:
         if given.launch is not None:

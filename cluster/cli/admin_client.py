@@ -47,12 +47,24 @@ class Admin:
 
 
 def find_admin(address: str | None, cluster: str | None, tls: Path | None = None) -> Admin:
-    """The controller at `address`, or that of a cluster on this machine. `tls`: a folder made by `tandem certs`."""
+    """The controller at `address`, or that of a cluster on this machine. `tls`: a folder made by `tandem certs`.
+
+    Raises ConfigError, UnavailableError.
+    """
+    refuse_cluster_beside("--address", address, cluster)
     given = None if tls is None else folder_spec(tls)
     if address is not None:
         return Admin(address, given)
     found = state_file.find(cluster)
     return Admin(found.admin, given or (TlsSpec(**found.tls) if found.tls is not None else None))
+
+
+def refuse_cluster_beside(option: str, address: str | None, cluster: str | None) -> None:
+    """Raises ConfigError if a cluster of this machine is named, but not used."""
+    if address is not None and cluster is not None:
+        raise ConfigError(
+            f"--cluster: expected none with {option}, which says where to connect, got {cluster}", field="--cluster"
+        )
 
 
 def find_routed(cluster: str | None) -> ClusterState:

@@ -213,7 +213,7 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame and exit. Without a terminal, this is the default.")
     ] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.2, max=60)] = 1.0,
+    interval: Annotated[float | None, typer.Option(help="Seconds between frames. Default: 1.", min=0.2, max=60)] = None,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
@@ -288,7 +288,8 @@ def restart(
     from cluster.cli.commands.scaling import run_restart, run_watch_restart
 
     admin = find_admin(address, cluster, tls)
-    raise typer.Exit(run_watch_restart(admin) if watch else run_restart(model, wait, routers, admin))
+    run = run_watch_restart if watch else run_restart
+    raise typer.Exit(run(model, wait, routers, admin))
 
 
 @app.command()

@@ -40,7 +40,10 @@ def run_restart(model: str | None, wait: bool, routers: bool, admin: Admin) -> i
     return asyncio.run(_restart(admin, request))
 
 
-def run_watch_restart(admin: Admin) -> int:
+def run_watch_restart(model: str | None, wait: bool, routers: bool, admin: Admin) -> int:
+    for option, given in (("--model", model), ("--wait", wait), ("--routers", routers)):
+        if given:
+            raise ConfigError(f"{option}: expected none with --watch, which begins no restart", field=option)
     return asyncio.run(_watch_restart(admin))
 
 

@@ -11,16 +11,22 @@ from cluster.cli.console import console
 from cluster.cli.top.app import TopApp
 from cluster.cli.top.overview import overview
 from cluster.cli.top.source import FrameSource
+from tandem.errors import ConfigError
 
+INTERVAL_S = 1.0
 ONCE_ROWS = 60
 
 
-def run_top(once: bool, interval_s: float, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
-    """Raises UnavailableError if no controller answers."""
+def run_top(
+    once: bool, interval_s: float | None, address: str | None, cluster: str | None, tls: Path | None = None
+) -> int:
+    """Raises ConfigError, or UnavailableError if no controller answers."""
+    if once and interval_s is not None:
+        raise ConfigError("--interval: expected none with --once, which shows one frame", field="--interval")
     target = find_admin(address, cluster, tls)
     if once or not sys.stdout.isatty():
         return asyncio.run(_print_once(target))
-    return asyncio.run(_run(target, interval_s))
+    return asyncio.run(_run(target, interval_s or INTERVAL_S))
 
 
 async def _print_once(admin: Admin) -> int:

@@ -14,22 +14,27 @@ from rich.table import Table
 from cluster.cli.admin_client import TIMEOUT_S, Admin, controller_at, find_admin
 from cluster.cli.console import console
 from cluster.cli.request_trace import fetch, show
+from tandem.errors import ConfigError
 from tandem.v1 import trace_pb2
+
+LISTED = 20
 
 
 def run_trace(
     request_id: str | None,
     as_json: bool,
-    limit: int,
+    limit: int | None,
     address: str | None,
     cluster: str | None,
     tls: Path | None = None,
 ) -> int:
-    """Raises NotFound if no router has the request."""
+    """Raises ConfigError, or NotFound if no router has the request."""
+    if request_id is not None and limit is not None:
+        raise ConfigError(f"--limit: expected none with the id of a request, got {limit}", field="--limit")
     target = find_admin(address, cluster, tls)
     screen = console()
     if request_id is None:
-        found = asyncio.run(fetch_latest(target, limit))
+        found = asyncio.run(fetch_latest(target, limit or LISTED))
         if as_json:
             print(json.dumps([to_json(trace) for trace in found], indent=2))
         else:

@@ -30,7 +30,7 @@ traces = typer.Typer(cls=_ShowByDefault, help="Show where the time of requests w
 def show(
     request: Annotated[str | None, typer.Argument(help="Id of the request. Default: list the latest requests.")] = None,
     json: Json = False,
-    limit: Annotated[int, typer.Option(help="Number of requests to list.", min=1, max=1000)] = 20,
+    limit: Annotated[int | None, typer.Option(help="Number of requests to list. Default: 20.", min=1, max=1000)] = None,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,

@@ -87,6 +87,8 @@ def test_a_long_name_is_cut() -> None:
         (("--compare", "batching", "--ca", "ca.pem"), "--ca: expected none with --compare"),
         (("--set", "models.0.source=x"), "--set: expected together with --compare"),
         (("--config", "cluster.yaml"), "--config: expected together with --compare"),
+        (("--url", "grpc://h:1", "--cluster", "c"), "--cluster: expected none with --url"),
+        (("--api", "chat", "--model", "m", "--vocab", "300"), "--vocab: expected none with --api chat"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(options: tuple[str, ...], said: str) -> None:

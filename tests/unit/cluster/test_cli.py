@@ -24,6 +24,7 @@ from tandem.testing.models import write_tiny_llama
 
 COMMAND = get_command(app)
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
+ELSEWHERE = ("--address", "127.0.0.1:1")
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,14 @@ def test_no_option_is_cut_off_at_80_columns(
         (("trace", "abc", "--address", "127.0.0.1:1"), "--address"),
         (("chat", "hi"), "tandem up"),
         (("status", "--address", "127.0.0.1:1"), "--address"),
+        (("status", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
+        (("down", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
+        (("chat", "hi", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
+        (("restart", "--watch", "--model", "m", *ELSEWHERE), "--model: expected none with --watch"),
+        (("restart", "--watch", "--wait", *ELSEWHERE), "--wait: expected none with --watch"),
+        (("restart", "--watch", "--routers", *ELSEWHERE), "--routers: expected none with --watch"),
+        (("top", "--once", "--interval", "1"), "--interval: expected none with --once"),
+        (("trace", "abc", "--limit", "20"), "--limit: expected none with the id of a request"),
         (("audit", "verify", "/nowhere/audit.jsonl"), "FILE: cannot read /nowhere/audit.jsonl: No such file"),
         (("up", "--http-port", "70000"), "router.http_port"),
         (("up", "--decode", "0"), "decode.workers"),

@@ -158,10 +158,17 @@ def test_the_rows_of_one_model_are_simulated(tmp_path: Path) -> None:
     assert chosen["notes"][0] == "rows with model=m1: 10 of 30"
 
 
+def test_a_source_is_refused_without_the_file_that_it_is_for() -> None:
+    result = run("plan", *TRAFFIC, *MODEL, "--ttft", "1", "--source", "org/model")
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith("--source: expected together with --values")
+
+
 @pytest.mark.parametrize("option", ["--report", "--values", "--state"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path, option: str) -> None:
     for path in (tmp_path / "nowhere" / "file", tmp_path):
-        result = run("plan", *TRAFFIC, *MODEL, "--ttft", "1", option, str(path), "--source", "/models/llama")
+        source = ["--source", "/models/llama"] if option == "--values" else []
+        result = run("plan", *TRAFFIC, *MODEL, "--ttft", "1", option, str(path), *source)
         assert isinstance(result.exception, InputError)
         assert result.exception.message == f"{option}: expected a file that can be written, got {path}"
 

@@ -98,6 +98,14 @@ async def test_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path, model_dir
     assert "Traceback" not in stderr.decode()
 
 
+@pytest.mark.parametrize("option", ["--name=east", "--http-port=9000", "--tls-ca=ca.pem"])
+def test_an_option_of_joining_is_refused_beside_a_launch_file(option: str) -> None:
+    command = [sys.executable, "-m", "router", "--launch", "never-read.json", option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert f"{option.partition('=')[0]}: expected together with --join" in done.stderr
+
+
 async def test_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     process = await start(launch_file(tmp_path, tmp_path / "none", "127.0.0.1:1", http_port=0, grpc_port=0))
     async with asyncio.timeout(TIMEOUT_S):

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.cli.admin_client import find_routed
+from cluster.cli.admin_client import find_routed, refuse_cluster_beside
 from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
 from cluster.cli.load.client import LoadClient
@@ -135,6 +135,11 @@ def find_target(flags: BenchFlags) -> Target:
         raise ConfigError("TANDEM_API_KEY: expected printable ASCII characters", field="--api-key")
     if flags.api != "tandem" and not flags.model:
         raise ConfigError("--model: expected the served name of the model", field="--model")
+    if flags.api == "chat" and flags.vocab is not None:
+        raise ConfigError(
+            f"--vocab: expected none with --api chat, whose prompts are text, got {flags.vocab}", field="--vocab"
+        )
+    refuse_cluster_beside("--url", flags.url, flags.cluster)
     schemes = _SCHEMES[flags.api]
     given = None if flags.ca is None else str(flags.ca)
     if flags.url is None:

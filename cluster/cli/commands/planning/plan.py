@@ -78,6 +78,10 @@ class PlanFlags:
 
 def run_plan(flags: PlanFlags) -> int:
     """Raises InputError, ConfigError."""
+    if flags.source is not None and flags.values is None:
+        raise ConfigError(
+            f"--source: expected together with --values, the file that it is for, got {flags.source}", field="--source"
+        )
     source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
     candidates = load_candidates(flags.hardware, flags.price, mix_roles=flags.mix_roles)
     _check_before_the_search(flags, candidates)
