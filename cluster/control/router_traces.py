@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ DEMAND_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
@@ -39,14 +40,14 @@ class RouterTraces:
     tls: ClusterTls | None = None
 
     async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
-        return _found(await asyncio.gather(*(self._get(name, request) for name in self.addresses)))[0]
+        answers = await self._ask_all(lambda stub: stub.GetTrace, request)
+        return _found(answers)[0]
 
     async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
-        answers = _found(await asyncio.gather(*(self._list(name, request) for name in self.addresses)))
-        traces = [trace for answer in answers for trace in answer.traces]
-        traces.sort(
-            key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True
-        )  # the order in which one router lists them
+        answers = await self._ask_all(lambda stub: stub.ListTraces, request)
+        traces = [trace for answer in _found(answers) for trace in answer.traces]
+        # the order in which one router lists them
+        traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)
         return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
 
     async def record(self, request: trace_pb2.RecordRequestsRequest) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
@@ -86,50 +87,37 @@ class RouterTraces:
             await asyncio.sleep(RETRY_S)
 
     async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
-        answers = await asyncio.gather(*(self._snapshot(name) for name in self.addresses))
+        answers = await self._ask_all(lambda stub: stub.GetSnapshot, trace_pb2.GetSnapshotRequest())
         return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
 
     async def demands(self) -> dict[str, trace_pb2.RouterDemand]:
         """Demand by router, for the routers that answered."""
-        answers = await asyncio.gather(*(self._demand(name) for name in self.addresses))
-        return {name: each for name, each in zip(self.addresses, answers, strict=True) if each is not None}
+        answers = await self._ask_all(lambda stub: stub.GetDemand, trace_pb2.GetDemandRequest(), DEMAND_TIMEOUT_S)
+        found: dict[str, trace_pb2.RouterDemand] = {}
+        for name, answer in zip(self.addresses, answers, strict=True):
+            if isinstance(answer, TandemError):
+                log.info("%s", answer.message)
+            else:
+                found[name] = answer
+        return found
 
-    async def _demand(self, name: str) -> trace_pb2.RouterDemand | None:
-        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
-            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
-            request = trace_pb2.GetDemandRequest()
-            try:
-                return await stub.GetDemand(request, timeout=DEMAND_TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
-            except grpc.aio.AioRpcError as error:
-                log.info("%s", _router_error(name, error).message)
-                return None
+    async def _ask_all(
+        self,
+        method: Callable[[trace_pb2_grpc.TracesAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Answer]],
+        request: Request,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Sequence[Answer | TandemError]:
+        """The answer of each router, in the order of `addresses`."""
 
-    async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
-        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
-            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
-            try:
-                request = trace_pb2.GetSnapshotRequest()
-                return await stub.GetSnapshot(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
-            except grpc.aio.AioRpcError as error:
-                return _router_error(name, error)
+        async def ask(name: str) -> Answer | TandemError:
+            async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
+                call = method(trace_pb2_grpc.TracesStub(channel))
+                try:
+                    return await call(request, timeout=timeout_s, metadata=((SECRET_KEY, self.secret),))
+                except grpc.aio.AioRpcError as error:
+                    return _router_error(name, error)
 
-    async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
-        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
-            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
-            try:
-                return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
-            except grpc.aio.AioRpcError as error:
-                return _router_error(name, error)
-
-    async def _list(
-        self, name: str, request: trace_pb2.ListTracesRequest
-    ) -> trace_pb2.ListTracesResponse | TandemError:
-        async with open_channel(self.addresses[name], self.tls, Identity.ROUTER) as channel:
-            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
-            try:
-                return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
-            except grpc.aio.AioRpcError as error:
-                return _router_error(name, error)
+        return await asyncio.gather(*map(ask, self.addresses))
 
 
 def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
