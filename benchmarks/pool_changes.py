@@ -30,13 +30,13 @@ from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.config.spec import ClusterSpec
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
 STATIC = ((0, 3), (1, 2), (2, 1))
 OVERLOADED = 4.0
 _IDLE_PER_S, _MAX_PER_S, _NEAR = 0.01, 1000.0, 1.02
-ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ async def _until_served(cluster: RunningCluster, prefill: int, decode: int) -> N
     while True:
         status = await fetch_status(Admin(cluster.admin_address, None))
         ready = [worker.info.role for worker in status.workers if worker.state == "ready"]
-        if all(ready.count(ROLES[role]) == count for role, count in wanted.items()):
+        if all(ready.count(WIRE_ROLE[role]) == count for role, count in wanted.items()):
             return
         await asyncio.sleep(0.02)
 

@@ -28,6 +28,7 @@ from tandem.config.model import Role
 from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.kvcache.prefix_events import join_hashes
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.rpc.wire_format import message_field
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
@@ -132,12 +133,11 @@ class PacedWorker:
         await self._server.start()
 
     def info(self) -> cluster_pb2.WorkerInfo:
-        role = cluster_pb2.ROLE_PREFILL if self.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
         return cluster_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=1,
             model=self._model,
-            role=role,
+            role=WIRE_ROLE[self.role],
             address=f"127.0.0.1:{self._port}",
             total_blocks=TOTAL_BLOCKS,
         )

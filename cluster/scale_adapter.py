@@ -26,6 +26,7 @@ from cluster.tasks import count_failure, keep_running
 from planner.pool_forecast import PoolSizes
 from tandem.config.model import Role
 from tandem.errors import TandemError
+from tandem.rpc.directory import ROLE_OF
 from tandem.text.words import plural
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 SETTLE_S = 5.0
 FIRST_RETRY_S, LAST_RETRY_S = 15.0, 300.0
-ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 SELECTOR = (
     "tandem.dev/pool"  # no pod has this label: a HorizontalPodAutoscaler refuses a selector that is empty or shared
 )
@@ -306,7 +306,7 @@ def _counts(status: cluster_pb2.ClusterStatus, pool: Pool) -> dict[str, int]:
     states = [
         worker.state
         for worker in status.workers
-        if worker.info.model == pool.model and ROLES[worker.info.role] is pool.role and worker.state != "failed"
+        if worker.info.model == pool.model and ROLE_OF[worker.info.role] is pool.role and worker.state != "failed"
     ]
     return {"replicas": len(states), "ready": states.count("ready")}
 

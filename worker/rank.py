@@ -31,7 +31,6 @@ from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
-from tandem.config.model import Role
 from tandem.config.transfer import WireDtype
 from tandem.engine.api import Engine, KvExporter
 from tandem.engine.factory import build_rank
@@ -39,6 +38,7 @@ from tandem.engine.peaks import device_peaks
 from tandem.engine.step_work import WorkShape
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
@@ -212,12 +212,11 @@ def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
 def worker_info(
     launch: WorkerLaunch, identity: WorkerIdentity, rank: EngineRank, attached: dict[int, Attached]
 ) -> cluster_pb2.WorkerInfo:
-    role = cluster_pb2.ROLE_PREFILL if launch.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
     info = cluster_pb2.WorkerInfo(
         worker_id=launch.worker_id,
         epoch=launch.epoch,
         model=launch.model.served_name,
-        role=role,
+        role=WIRE_ROLE[launch.role],
         layout=cluster_pb2.KvLayout(
             model_fingerprint=identity.model_fingerprint,
             dtype=rank.layout.dtype,

@@ -12,13 +12,14 @@ from cluster.control.router_slot import RouterState
 from cluster.control.routers import Routers
 from cluster.control.scaling.autoscaling import Autoscaling
 from cluster.control.scaling.pool_scaler import PoolScaler
-from cluster.control.worker_slot import ROLES, WorkerSlot
+from cluster.control.worker_slot import WorkerSlot
 from cluster.control.workers import Workers
 from cluster.keeper.members import RunningProcess
 from cluster.spec.resolve import ResolvedModel
 from cluster.tasks import task_failures
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
 
@@ -108,7 +109,7 @@ class StatusReport:
         info = cluster_pb2.WorkerInfo()
         if slot.info is not None:
             info.CopyFrom(slot.info)
-        info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
+        info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, WIRE_ROLE[slot.role]
         info.model = slot.model.spec.served_name
         info.layout.tp = slot.pool.tp
         live, processes = await asyncio.gather(self._workers.state(slot), _in_time(slot.processes))

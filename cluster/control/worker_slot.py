@@ -30,8 +30,6 @@ MAX_BACKOFF_S = 10.0
 MAX_DOUBLINGS = 10  # of the backoff: more is longer than MAX_BACKOFF_S, and 1024 overflow
 RANK_GRACE_S = 1.5  # a rank stops between two steps; one that hangs with a lost peer never does
 STABLE_S = 10.0  # a worker that was ready for so long restarts without backoff
-ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
-
 
 Place = Callable[[], Awaitable[Sequence[MemberHandle]]]
 

@@ -13,13 +13,14 @@ import grpc.aio
 from cluster.backends.protocol import Backend, MemberHandle, Resources, Where
 from cluster.control.directory import Directory
 from cluster.control.record import WorkerRecord, WorkerState
-from cluster.control.worker_slot import ROLES, EpochSettings, Place, WorkerSlot
+from cluster.control.worker_slot import EpochSettings, Place, WorkerSlot
 from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
 from cluster.tasks import raise_failure, run_together
 from kvtransfer.control import REACHABLE, LinkState
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Colocate, Role
 from tandem.errors import ConfigError, TandemError, UnavailableError
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
 from tandem.rpc.identity import Identity
@@ -229,7 +230,7 @@ class Workers:
         slot = self.slots[worker_id]
         slot.role = role
         self.directory.put_place(_place(slot))
-        self.directory.change(worker_id, role=ROLES[role])
+        self.directory.change(worker_id, role=WIRE_ROLE[role])
         self.on_change()
         self.announce(f"{worker_id} is a {role.value} worker now")
 
@@ -276,7 +277,7 @@ class Workers:
     @staticmethod
     def _listed(slot: WorkerSlot, info: cluster_pb2.WorkerInfo) -> cluster_pb2.WorkerInfo:
         """Role and drain may have changed since the epoch started."""
-        info.role, info.drain = ROLES[slot.role], slot.drain
+        info.role, info.drain = WIRE_ROLE[slot.role], slot.drain
         return info
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
@@ -311,7 +312,7 @@ def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
     return cluster_pb2.WorkerPlace(
         worker_id=slot.worker_id,
         model=slot.model.spec.served_name,
-        role=ROLES[slot.role],
+        role=WIRE_ROLE[slot.role],
         ranks=slot.pool.tp,
         restarts=slot.restarts,
     )

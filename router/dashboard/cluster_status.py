@@ -9,9 +9,9 @@ import msgspec
 from router.dashboard import snapshot
 from router.dashboard.events import EventKind, Severity
 from router.dashboard.snapshot import FlowRow, RouterRow, Snapshot, WorkerRow
+from tandem.rpc.directory import ROLE_OF
 from tandem.v1 import cluster_pb2, worker_pb2
 
-_ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 _SEVERITIES = {"done": Severity.GOOD, "under_way": Severity.INFO, "dry_run": Severity.INFO}
 _STATES = ("ready", "idle", "connecting", "down", "refused")  # best first
 
@@ -109,7 +109,7 @@ def _worker(status: cluster_pb2.WorkerStatus, seen: WorkerRow | None) -> WorkerR
         return with_load(known, status.live.load) if status.HasField("live") else known
     row = WorkerRow(
         worker_id=status.info.worker_id,
-        role=_ROLES.get(status.info.role, "unknown"),
+        role=ROLE_OF.get(status.info.role, "unknown"),
         model=status.info.model,
         epoch=str(status.info.epoch),
         tp=status.info.layout.tp,

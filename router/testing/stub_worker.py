@@ -18,6 +18,7 @@ from tandem.engine.api import Capability
 from tandem.errors import ErrorCode, TandemError
 from tandem.images import ExpandedPrompt
 from tandem.kvcache.layout import blocks_for
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -117,12 +118,11 @@ class StubWorker(WorkerServicer):
         await self._server.stop(None)
 
     def info(self) -> cluster_pb2.WorkerInfo:
-        role = cluster_pb2.ROLE_PREFILL if self.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
         info = cluster_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
             model=self.model,
-            role=role,
+            role=WIRE_ROLE[self.role],
             address=f"127.0.0.1:{self._port}",
             total_blocks=self.total_blocks,
             layout=cluster_pb2.KvLayout(block_tokens=16),

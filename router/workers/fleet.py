@@ -18,13 +18,13 @@ from router.workers.link import WorkerLink
 from router.workers.load_account import Account, Charge
 from tandem.config.model import Role
 from tandem.engine.api import Capability
+from tandem.rpc.directory import ROLE_OF
 from tandem.rpc.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
 _NO_LOAD = worker_pb2.WorkerLoad()  # for a worker without a report; never modified
-ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Fleet:
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
         for key, info in listed.items():
-            role = ROLES.get(info.role)
+            role = ROLE_OF.get(info.role)
             if role is None:
                 log.warning("worker with an unknown role ignored", extra={"worker": info.worker_id})
             elif (worker := self._workers.get(key)) is not None:

@@ -1,12 +1,17 @@
-"""The controller's directory as changes between two versions, which a follower applies to the one it has."""
+"""The controller's directory: roles as it names them, and changes between two versions, which a follower applies to the
+one it has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TypeVar
 
+from tandem.config.model import Role
 from tandem.errors import TandemError
-from tandem.v1.cluster_pb2 import Directory, WorkerInfo, WorkerPlace
+from tandem.v1.cluster_pb2 import ROLE_DECODE, ROLE_PREFILL, Directory, WorkerInfo, WorkerPlace
+
+WIRE_ROLE = {Role.PREFILL: ROLE_PREFILL, Role.DECODE: ROLE_DECODE}
+ROLE_OF = {number: role for role, number in WIRE_ROLE.items()}
 
 E = TypeVar("E", WorkerInfo, WorkerPlace)
 

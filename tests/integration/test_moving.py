@@ -20,6 +20,7 @@ from router.testing.stub_worker import until as within
 from tandem.config.engine import EngineSpec
 from tandem.config.model import Role
 from tandem.request import SamplingParams
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
 from tests.conftest import Reference
@@ -78,7 +79,7 @@ async def told(running: LiveWorkers, worker_id: str, *, role: Role | None = None
     info = cluster_pb2.WorkerInfo()
     info.CopyFrom(running.directory.workers[worker_id])
     if role is not None:
-        info.role = cluster_pb2.ROLE_PREFILL if role is Role.PREFILL else cluster_pb2.ROLE_DECODE
+        info.role = WIRE_ROLE[role]
     info.drain = cluster_pb2.DRAIN_MOVE if move else cluster_pb2.DRAIN_NONE
     await running.directory.put(info)
 

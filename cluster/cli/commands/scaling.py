@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.cli.admin_client import Admin, controller_at, fetch_status
-from cluster.cli.commands.status import ROLES
 from cluster.control.scaling.pools import check_targets, ratio_split
 from tandem.config.model import Role
 from tandem.errors import ConfigError, UnavailableError
+from tandem.rpc.directory import ROLE_OF
 from tandem.v1 import cluster_pb2
 
 WATCH_S = 0.5
@@ -73,8 +73,8 @@ async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
 async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
     workers = [worker.info for worker in (await fetch_status(admin)).workers if model in ("", worker.info.model)]
     split = ratio_split(prefill, decode, len(workers))
-    roles = [ROLES[info.role] for info in workers]
-    now = f"{roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)}"
+    roles = [ROLE_OF[info.role] for info in workers]
+    now = f"{roles.count(Role.PREFILL)}:{roles.count(Role.DECODE)}"
     print(change_text((prefill, decode), split, now))
     return await _scale(admin, cluster_pb2.ScaleRequest(model=model, prefill=split[0], decode=split[1]))
 

@@ -21,13 +21,13 @@ from router.dashboard.snapshot import Snapshot
 from router.policies.types import PlacementReason
 from tandem.engine.api import Capability
 from tandem.errors import UnavailableError
+from tandem.rpc.directory import ROLE_OF
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from worker.wire import lacks
 
 ROUTERS_TIMEOUT_S = 3.0
 SHOWN_DECISIONS = 5
-ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 HEALTH_STYLES = {"healthy": "green", "probation": "yellow", "suspect": "yellow"}
 COLUMNS = (
@@ -163,7 +163,7 @@ def _worker(worker: cluster_pb2.WorkerStatus, health: Health) -> dict[str, Any]:
     blocks = load.blocks
     return {
         "id": info.worker_id,
-        "role": ROLES[info.role],
+        "role": ROLE_OF[info.role],
         "model": info.model,
         "tp": info.layout.tp,
         "epoch": info.epoch,
@@ -237,7 +237,7 @@ def show(
     _show_autoscaler(status.autoscaler, console)
     rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
-    names = {each.info.worker_id: worker_name(each.info.worker_id, ROLES[each.info.role]) for each in status.workers}
+    names = {each.info.worker_id: worker_name(each.info.worker_id, ROLE_OF[each.info.role]) for each in status.workers}
     for lacking, some in _by_what_they_lack(status.workers).items():
         engines = ", ".join(names[worker_id] for worker_id in some)
         console.print(f"{engines}: engine without {', '.join(lacking)}", markup=False, soft_wrap=True)
@@ -297,7 +297,7 @@ def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
     )  # fmt: skip
     return [
         info.worker_id,
-        ROLES[info.role],
+        ROLE_OF[info.role],
         Text(worker.state, STYLES.get(worker.state, "red")),
         Text(known, HEALTH_STYLES.get(known, "red")) if known else "–",
         *map(str, figures),

@@ -14,8 +14,9 @@ from prometheus_client.registry import Collector
 
 from kvtransfer.control import REACHABLE
 from router.observe.metrics.instruments import cumulated
-from router.workers.fleet import ROLES, Fleet, Worker
+from router.workers.fleet import Fleet, Worker
 from tandem.config.model import Role
+from tandem.rpc.directory import ROLE_OF
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.meters import STEP_BOUNDS_S
 
@@ -40,7 +41,7 @@ class SpecWorker:
 
 def parse_places(places: Sequence[cluster_pb2.WorkerPlace]) -> dict[str, SpecWorker]:
     """The spec's workers by id, without those of unknown roles."""
-    known = ((each, ROLES.get(each.role)) for each in places)
+    known = ((each, ROLE_OF.get(each.role)) for each in places)
     return {
         each.worker_id: SpecWorker(each.worker_id, each.model, role, max(1, each.ranks), each.restarts)
         for each, role in known

@@ -29,7 +29,7 @@ from router.requests.raw_request import ValidRequest
 from router.requests.state_machine import RequestRun
 from router.testing.scenario import TextlessAssembler
 from router.testing.stub_worker import BLOCK_BYTES, BLOCK_TOKENS, RECEIVED, SENT, TOTAL_BLOCKS
-from router.workers.fleet import ROLES, Fleet, Worker
+from router.workers.fleet import Fleet, Worker
 from router.workers.link import WorkerLink
 from router.workers.load_account import Account
 from tandem.config.model import Role
@@ -40,12 +40,12 @@ from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason, SamplingParams
+from tandem.rpc.directory import WIRE_ROLE
 from tandem.v1 import cluster_pb2, worker_pb2
 
 MODEL = "tiny"
 ALWAYS = RouterSpec(disaggregation=Disaggregation.ALWAYS)
 LEAST_TIMER_S = 0.001  # as the dispatcher's
-_ROLES = {role: number for number, role in ROLES.items()}
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class CoreCluster:
         """A worker joins, with its link up."""
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
         info = cluster_pb2.WorkerInfo(
-            worker_id=name, epoch=epoch, model=MODEL, role=_ROLES[role], total_blocks=TOTAL_BLOCKS,
+            worker_id=name, epoch=epoch, model=MODEL, role=WIRE_ROLE[role], total_blocks=TOTAL_BLOCKS,
             can=cluster_pb2.Capabilities(names=can),
         )  # fmt: skip
         link = WorkerLink(info, "router-0", self.fleet)
