@@ -19,8 +19,8 @@ from kvtransfer.control import (
 )
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
+from tandem.rpc.identity import WorkerEpoch
 from tandem.v1 import worker_pb2
-from worker.requests import WorkerEpoch
 
 PROBE_AFTER_S = 1.0
 UNRESPONSIVE_S = 10.0  # after the probe; an agent that loads torch for its first process group is busy for seconds

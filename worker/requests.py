@@ -17,10 +17,10 @@ from tandem.clock import Clock, SystemClock
 from tandem.engine.api import EngineLoad, PromptScores, StepResult, TokenOut
 from tandem.errors import ErrorCode, InputError, RequestCancelled, RequestFailed, TandemError
 from tandem.request import FinishReason, RequestState
+from tandem.rpc.identity import WorkerEpoch
 from tandem.v1 import worker_pb2
 from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame, scores_frame, token_frame
 
-WorkerEpoch = tuple[str, int]  # worker id, epoch
 SendFrame = Callable[[int, bytes], None]
 
 log = logging.getLogger(__name__)

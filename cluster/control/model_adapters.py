@@ -14,6 +14,7 @@ from tandem.checkpoint.adapter import Adapter
 from tandem.config.model import ModelSpec, Role
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, UnavailableError
+from tandem.rpc.identity import WorkerEpoch
 
 POLL_S = 0.1
 
@@ -110,7 +111,7 @@ class ModelAdapters:
         finally:
             directory.set_adapters(model, before)
 
-    def _ready_epochs(self, model: str) -> set[tuple[str, int]]:
+    def _ready_epochs(self, model: str) -> set[WorkerEpoch]:
         slots = [slot for slot in self._workers.slots.values() if slot.model.spec.served_name == model]
         return {(slot.worker_id, slot.epoch) for slot in slots if slot.state is WorkerState.READY}
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvtransfer.agent.handoff_receiver import HandoffReceiver
-from kvtransfer.agent.handoff_sender import HandoffSender, WorkerEpoch
+from kvtransfer.agent.handoff_sender import HandoffSender
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.connection.handshake import LocalRank, pool_layout
 from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
@@ -61,6 +61,7 @@ from tandem.clock import Clock, SystemClock
 from tandem.config.log_format import LogFormat
 from tandem.errors import ConfigError
 from tandem.rpc.channel import Channel, ChannelError
+from tandem.rpc.identity import WorkerEpoch
 from tandem.rpc.tls import RenewedTls
 from tandem.telemetry.logs import setup_logging
 

@@ -19,12 +19,12 @@ from kvtransfer.session.receive import Acknowledge, ReceiveAction, ReceiveSessio
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
 from tandem.errors import TandemError
+from tandem.rpc.identity import WorkerEpoch
 
 log = logging.getLogger(__name__)
 
 LEASE_GRACE_S = 2.0  # a valid ticket may arrive this long before its OpenReceive
 _REMEMBERED = 4096
-WorkerEpoch = tuple[str, int]
 
 
 @dataclass(slots=True)

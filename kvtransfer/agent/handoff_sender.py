@@ -30,12 +30,12 @@ from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock
 from tandem.errors import IncompatiblePools, InputError
+from tandem.rpc.identity import WorkerEpoch
 
 log = logging.getLogger(__name__)
 
 OPENING_AT_ONCE = 64  # links that no ticket waits for
 _REMEMBERED = 4096
-WorkerEpoch = tuple[str, int]
 PeerKey = tuple[str, int, int]
 
 

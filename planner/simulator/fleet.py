@@ -19,11 +19,12 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
 from router.policies.pace import Pace
 from router.policies.pace_estimates import Estimates, WorkerEstimates
-from router.policies.types import Candidate, WorkerEpoch
+from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.workers.load_account import Charge
 from tandem.config.model import Role
 from tandem.engine.api import Capability
+from tandem.rpc.identity import WorkerEpoch
 
 WHOLE_POOL = 24  # in pools up to this size, every worker is a candidate
 SHORTLIST = 20  # candidates of a larger pool: simulated p90 TTFT within 2 % of the whole pool's

@@ -23,9 +23,9 @@ from router.policies.pace import (
     Pace,
     batch_shape,
 )
-from router.policies.types import WorkerEpoch
 from tandem.clock import Clock
 from tandem.config.model import Role
+from tandem.rpc.identity import WorkerEpoch
 
 HALF_LIFE_S = 30.0
 STALE_HALF_LIFE_S = 15.0  # of a worker's own observations, from the last one on

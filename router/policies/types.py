@@ -11,8 +11,7 @@ import msgspec
 
 from router.policies.pace import START_PACE, Pace
 from tandem.engine.api import Capability
-
-WorkerEpoch = tuple[str, int]  # worker id, epoch
+from tandem.rpc.identity import WorkerEpoch
 
 
 class PlacementQuery(

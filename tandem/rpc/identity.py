@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+WorkerEpoch = tuple[str, int]  # one start of a worker: its id, and a number that no other of its starts has
+
 
 class Identity(StrEnum):
     """A role. A certificate may carry several."""

@@ -22,6 +22,7 @@ from router.policies.types import PlacementReason
 from tandem.engine.api import Capability
 from tandem.errors import UnavailableError
 from tandem.rpc.directory import ROLE_OF
+from tandem.rpc.identity import WorkerEpoch
 from tandem.text.words import plural, size, worker_name
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 from worker.wire import lacks
@@ -52,7 +53,7 @@ WHY_LOCAL = {
     PlacementReason.LOCAL_CONFIGURED: "router.disaggregation is never",
 }
 
-Health = Mapping[tuple[str, int], str]  # by worker and epoch: the worst state that any router reports
+Health = Mapping[WorkerEpoch, str]  # the worst state that any router reports
 Placements = Mapping[str, int]  # by reason, of all routers since their start
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from router.policies.pace import START_PACE, START_TPOT_S, Pace, batch_shape
 from router.policies.pace_estimates import HALF_LIFE_S, START_ANSWER_TOKENS, Estimates, WorkerEstimates
-from router.policies.types import WorkerEpoch
 from tandem.config.model import Role
+from tandem.rpc.identity import WorkerEpoch
 from tandem.testing.models import FakeClock
 
 D0: WorkerEpoch = ("d0", 1)
