@@ -263,7 +263,7 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     peer_epoch: int
     peer_rank: int
     transport: str
-    state: str  # a LinkState
+    state: LinkState
     reason: str
     bytes: int
     latency_s: float | None = None  # as in LinkMeter; None at the receiving end, which does not measure

@@ -123,7 +123,7 @@ class Agents:
         self._probes.on_received(rank)
         if isinstance(message, LinkReport):
             key = (rank, message.peer_worker, message.peer_rank)
-            if message.state == LinkState.CLOSED:
+            if message.state is LinkState.CLOSED:
                 self._links.pop(key, None)
             else:
                 self._links[key] = message

@@ -73,7 +73,7 @@ class HandoffReceiver:
 
     def report_links(self) -> None:
         for link in self._links:
-            self._report_link(link, "ready", "")
+            self._report_link(link, LinkState.READY, "")
 
     def open_receive(self, message: OpenReceive) -> None:
         attach = self._local.attach
@@ -118,7 +118,7 @@ class HandoffReceiver:
     def link_up(self, link: InLink) -> None:
         link.used_s = self._clock.now_s()
         self._links.append(link)
-        self._report_link(link, "ready", "")
+        self._report_link(link, LinkState.READY, "")
 
     def link_open(self, link: InLink, ticket_id: str, signed: bytes) -> None:
         """Answers once the lease is known. Meanwhile the link serves other tickets."""
@@ -208,7 +208,7 @@ class HandoffReceiver:
                 self._do(entry, entry.session.link_down(hello.rank, cause, reason))
             elif is_expected and is_last:  # do not hold blocks for a sender that may never reconnect
                 self._do(entry, entry.session.fail(cause, reason))
-        self._report_link(link, "down", reason)
+        self._report_link(link, LinkState.DOWN, reason)
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class HandoffReceiver:
             self._remember(ticket_id)
             for link in entry.links.values():
                 link.used_s = self._clock.now_s()
-                self._report_link(link, "ready", "")
+                self._report_link(link, LinkState.READY, "")
 
     def _remember(self, ticket_id: str) -> None:
         """Remembers a used ticket, so that a late sender is refused without waiting for a lease."""
@@ -262,7 +262,7 @@ class HandoffReceiver:
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
 
-    def _report_link(self, link: InLink, state: str, reason: str) -> None:
+    def _report_link(self, link: InLink, state: LinkState, reason: str) -> None:
         hello = link.hello
         if not self._sends_to((hello.worker_id, hello.epoch, hello.rank)):
             self._report(link.report(state, reason))

@@ -16,6 +16,7 @@ from kvtransfer.control import (
     FromAgent,
     LayerDone,
     LinkReport,
+    LinkState,
     OpenSend,
     Peer,
     SendClosed,
@@ -108,7 +109,7 @@ class HandoffSender:
         """Forgets a link that is no longer wanted, and reports it as closed rather than down."""
         self._tasks.pop(key).cancel()
         self._links.pop(key).is_wanted = False
-        self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
+        self._report(LinkReport(*key, transport="", state=LinkState.CLOSED, reason="", bytes=0))
 
     def has_link(self, key: PeerKey) -> bool:
         return key in self._links

@@ -20,7 +20,7 @@ from kvtransfer.connection.handshake import Hello, LocalRank, Refused, Welcome, 
 from kvtransfer.connection.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import TlsConnection, Wire
-from kvtransfer.control import LinkReport
+from kvtransfer.control import LinkReport, LinkState
 from kvtransfer.link.liveness import LinkWatch
 from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
 from kvtransfer.session.receive import ReceiveSession
@@ -104,7 +104,7 @@ class InLink:
         self.receiver.close()
         self.thread.close()
 
-    def report(self, state: str, reason: str) -> LinkReport:
+    def report(self, state: LinkState, reason: str) -> LinkReport:
         hello = self.hello
         return LinkReport(hello.worker_id, hello.epoch, hello.rank, hello.transport, state, reason, self.moved_bytes)
 

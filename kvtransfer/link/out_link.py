@@ -142,7 +142,7 @@ class OutLink:
         peer, meter = self.peer, self._meter
         self._report(
             LinkReport(
-                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes,
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state, self.reason, self.moved_bytes,
                 meter.latency_s, meter.bytes_per_s,
             )
         )  # fmt: skip

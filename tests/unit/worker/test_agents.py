@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.control import CloseSend, LinkReport, StillComputing, TakeCensus
+from kvtransfer.control import CloseSend, LinkReport, LinkState, StillComputing, TakeCensus
 from tandem.testing.models import FakeClock
 from worker.agents import PROBE_AFTER_S, UNRESPONSIVE_S, Agents
 
@@ -18,25 +18,25 @@ class SilentConnection:
         self.received.append(message)
 
 
-def report(peer: str, peer_rank: int, state: str, epoch: int = 1) -> LinkReport:
+def report(peer: str, peer_rank: int, state: LinkState, epoch: int = 1) -> LinkReport:
     return LinkReport(peer, epoch, peer_rank, "mapped", state, "", 0)
 
 
 def test_a_worker_reaches_the_epochs_whose_links_are_all_ready() -> None:
     agents = Agents([SilentConnection(), SilentConnection()], FakeClock())
-    agents.on_message(0, report("decode-0", 0, "ready"))
-    agents.on_message(1, report("decode-0", 1, "connecting"))
-    agents.on_message(0, report("decode-1", 0, "ready", epoch=7))
+    agents.on_message(0, report("decode-0", 0, LinkState.READY))
+    agents.on_message(1, report("decode-0", 1, LinkState.CONNECTING))
+    agents.on_message(0, report("decode-1", 0, LinkState.READY, epoch=7))
     assert agents.reach() == {("decode-1", 7)}
-    agents.on_message(1, report("decode-0", 1, "ready"))
+    agents.on_message(1, report("decode-0", 1, LinkState.READY))
     assert agents.reach() == {("decode-0", 1), ("decode-1", 7)}
-    agents.on_message(0, report("decode-0", 0, "down"))
+    agents.on_message(0, report("decode-0", 0, LinkState.DOWN))
     assert agents.reach() == {("decode-1", 7)}
 
 
 def test_a_worker_without_one_of_its_agents_reaches_no_worker() -> None:
     agents = Agents([SilentConnection(), SilentConnection()], FakeClock())
-    agents.on_message(0, report("decode-0", 0, "ready"))
+    agents.on_message(0, report("decode-0", 0, LinkState.READY))
     agents.lost(1)
     assert agents.reach() == frozenset()
 
@@ -64,8 +64,8 @@ def test_an_agent_that_answers_is_never_reported() -> None:
         agents.broadcast(CloseSend("ab" * 16))
         clock.advance(PROBE_AFTER_S + UNRESPONSIVE_S - 0.1)
         agents.unresponsive()
-        agents.on_message(0, report("decode-0", 0, "ready"))
-        agents.on_message(1, report("decode-0", 0, "ready"))
+        agents.on_message(0, report("decode-0", 0, LinkState.READY))
+        agents.on_message(1, report("decode-0", 0, LinkState.READY))
         clock.advance(PROBE_AFTER_S + UNRESPONSIVE_S)
         assert agents.unresponsive() == []
     assert connections[0].received.count(TakeCensus()) == 5
@@ -87,6 +87,6 @@ def test_a_lost_agent_is_not_reported() -> None:
     agents.broadcast(CloseSend("ab" * 16))
     agents.lost(0)
     agents.send(0, CloseSend("cd" * 16))
-    agents.on_message(1, report("decode-0", 0, "ready"))
+    agents.on_message(1, report("decode-0", 0, LinkState.READY))
     clock.advance(PROBE_AFTER_S + UNRESPONSIVE_S)
     assert agents.unresponsive() == []
