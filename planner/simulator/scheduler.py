@@ -24,10 +24,6 @@ class SimBlockPool(BlockPool):
 
 @dataclass(slots=True)
 class RepeatingScheduler(Scheduler):
-    """`caches` False: no prompts share a prefix, so blocks are not entered in the cache."""
-
-    caches: bool = True
-
     @property
     def sequences(self) -> Mapping[str, Sequence]:
         """Waiting, running, reserved or exported."""
@@ -63,14 +59,10 @@ class RepeatingScheduler(Scheduler):
             if fresh > 0:
                 each.blocks += self.pool.acquire([], fresh, BlockHold.USE)
             if each.computed // self.block_tokens > each.committed:
-                self._commit(each)
+                self._blocks.commit(each)
             each.last_step = self._steps
             each.counted.grow(steps)
         return participants
-
-    def _commit(self, sequence: Sequence) -> None:
-        if self.caches:
-            Scheduler._commit(self, sequence)
 
     def _growth(self, steps: int) -> int:
         size = self.block_tokens

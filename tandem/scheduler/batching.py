@@ -5,10 +5,12 @@ A pure rule: the times come from the engine's clock, or from a simulation's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from tandem.config.engine import EngineSpec
+from tandem.kvcache.layout import blocks_for
+from tandem.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,22 @@ class BatchRule:
             return None
         return cls(spec.max_running_requests, spec.collecting_s, from_first=spec.batching == "dynamic")
 
-    def begins_s(self, arrivals_s: Sequence[float], *, is_full: bool) -> float:
+    def next_batch(self, collected: SequenceOf[Sequence], room_blocks: int, block_tokens: int) -> tuple[int, float]:
+        """How many of the collected requests, in order of arrival, make the next batch, and when it begins if none
+        comes or leaves. `room_blocks`: of the KV pool."""
+        count = self._fitting(collected, room_blocks, block_tokens)
+        arrivals_s = [sequence.arrived_s for sequence in collected[:count]]
+        return count, self.begins_s(arrivals_s, is_full=count < len(collected))
+
+    def _fitting(self, collected: SequenceOf[Sequence], room_blocks: int, block_tokens: int) -> int:
+        """The number of requests whose prompts fit beside each other; at least 1."""
+        for number, sequence in enumerate(collected[: self.size]):
+            room_blocks -= blocks_for(sequence.prompt_tokens + 1, block_tokens)
+            if room_blocks < 0:
+                return max(1, number)
+        return min(self.size, len(collected))
+
+    def begins_s(self, arrivals_s: SequenceOf[float], *, is_full: bool) -> float:
         """When a batch of the requests that arrived at `arrivals_s`, in order, begins if no other one comes. `is_full`:
         the KV pool holds no further one."""
         first_s, last_s = arrivals_s[0], arrivals_s[-1]

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, RequestFailed, TandemError
-from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
+from tandem.kvcache.block_pool import BlockHold, BlockPool
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.batching import BatchRule
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
 from tandem.scheduler.prompt_limit import PromptLimit
 from tandem.scheduler.proposing import ProposalRoom, with_proposals
 from tandem.scheduler.sequence import Sequence, SequenceStage
+from tandem.scheduler.sequence_blocks import SequenceBlocks
 from tandem.speculation.proposers import Branch, Verified
 from tandem.speculation.speculator import Speculator
 
@@ -34,18 +35,20 @@ def _priority(sequence: Sequence) -> tuple[bool, int, int]:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns the sequences and their blocks."""
+    """Owns the sequences and their blocks (`window_tokens`, `caches`: as SequenceBlocks has them)."""
 
     pool: BlockPool
     block_tokens: int
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
-    window_tokens: int | None = None  # the widest window, if every layer has one: earlier tokens are never read
+    window_tokens: int | None = None
     speculator: Speculator | None = None
     batches: BatchRule | None = None  # None: continuous batching
     prompt_limit: PromptLimit | None = None  # None: max_step_tokens alone limits prompts
+    caches: bool = True
     preemptions: int = field(default=0, init=False)
+    _blocks: SequenceBlocks = field(init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _collected: list[Sequence] = field(default_factory=list)  # in order of arrival
     _waiting: deque[Sequence] = field(default_factory=deque)  # of the batch, if there are batches
@@ -57,12 +60,15 @@ class Scheduler:
     _short_of_blocks: bool = False  # a request had to wait for blocks in the last step
     _stalled: bool = False  # nothing can run until handoffs release blocks
 
+    def __post_init__(self) -> None:
+        self._blocks = SequenceBlocks(self.pool, self.block_tokens, self.window_tokens, self.caches)
+
     # --- requests ----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self._check(sequence)
         self._sequences[sequence.request_id] = sequence
-        sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
+        sequence.expected_cached_tokens = len(self._blocks.match(sequence)) * self.block_tokens
         if self.batches is not None:
             sequence.stage = SequenceStage.COLLECTED
             self._collected.append(sequence)
@@ -75,12 +81,10 @@ class Scheduler:
         if no request comes or leaves. None: there is none to wait for."""
         if self.batches is None or not self._collected or self._has_batch:
             return None
-        batch = self._collected[: self._batch_size(self.batches.size)]
-        arrivals_s = [sequence.arrived_s for sequence in batch]
-        due_s = self.batches.begins_s(arrivals_s, is_full=len(batch) < len(self._collected))
-        if now_s < due_s:
-            return due_s
-        del self._collected[: len(batch)]
+        count, begins_s = self.batches.next_batch(self._collected, self.pool.available(), self.block_tokens)
+        if now_s < begins_s:
+            return begins_s
+        batch, self._collected = self._collected[:count], self._collected[count:]
         for sequence in batch:
             sequence.stage = SequenceStage.WAITING
         self._waiting.extend(batch)
@@ -92,15 +96,6 @@ class Scheduler:
         """Whether a request of the last batch is left. One that is moved away is, until it has left."""
         held = (sequence.stage is SequenceStage.HELD for sequence in self._sequences.values())
         return bool(self._waiting or self._running) or any(held)
-
-    def _batch_size(self, most: int) -> int:
-        """The number of collected requests whose prompts fit beside each other, from 1 to `most`."""
-        left = self.pool.available()
-        for number, sequence in enumerate(self._collected[:most]):
-            left -= blocks_for(sequence.prompt_tokens + 1, self.block_tokens)
-            if left < 0:
-                return max(1, number)
-        return min(most, len(self._collected))
 
     def reserve(self, sequence: Sequence) -> int:
         """Leases blocks for the whole prompt; returns how many leading ones are cached here.
@@ -132,10 +127,10 @@ class Scheduler:
         sequence = self._get(request_id, SequenceStage.RESERVED)
         if sequence.sampling.max_tokens <= 1 or sequence.prompt_tokens + 1 >= self.max_model_tokens:
             raise InputError("max_tokens: expected more than one token for a join", field="max_tokens")
-        self._convert_hold(sequence, BlockHold.USE)
+        self._blocks.convert(sequence, BlockHold.USE)
         sequence.computed = sequence.scored_tokens = sequence.prompt_tokens
         sequence.tokens.append(first_token)
-        self._commit(sequence)
+        self._blocks.commit(sequence)
         sequence.stage = SequenceStage.RUNNING
         self._running.append(sequence)
         self._stalled = False
@@ -192,14 +187,14 @@ class Scheduler:
         them."""
         if sequence.is_exporting:
             self._running.remove(sequence)
-            self._convert_hold(sequence, BlockHold.LEASE)
+            self._blocks.convert(sequence, BlockHold.LEASE)
             sequence.stage = SequenceStage.EXPORTED
         else:
             self._remove(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Makes all of a running sequence's blocks no longer findable, because their KV cannot be trusted."""
-        self.pool.forget(sequence.hashes(sequence.committed))
+        self._blocks.forget(sequence)
 
     def _check(self, sequence: Sequence) -> None:
         if sequence.request_id in self._sequences:
@@ -231,15 +226,10 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.stage is SequenceStage.RUNNING:
             self._running.remove(sequence)
-        self.pool.release(sequence.held_blocks, sequence.hold)
-        sequence.drop_blocks()
+        self._blocks.release(sequence)
         self._exports = [each for each in self._exports if each.request_id != sequence.request_id]
         del self._sequences[sequence.request_id]
         self._stalled = False
-
-    def _convert_hold(self, sequence: Sequence, hold: BlockHold) -> None:
-        self.pool.convert(sequence.held_blocks, sequence.hold, hold)
-        sequence.hold = hold
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -276,15 +266,14 @@ class Scheduler:
         self._short_of_blocks = False
         chunks: list[Chunk] = []
         for sequence in self._running:
-            self._release_branches(sequence)  # of a step whose output was not used
+            self._blocks.release_branches(sequence)  # of a step whose output was not used
         running = [sequence for sequence in self._running if not sequence.is_awaiting_mask] or self._running
         is_limited = self.prompt_limit is not None and any(each.is_answering for each in self._running)
         budget = whole = self._budget(running, is_limited=is_limited)
         for sequence in sorted(running, key=_priority):
             count = min(sequence.pending_tokens, budget)
-            if (
-                sequence.stage is SequenceStage.RUNNING and count
-            ):  # otherwise preempted in this step for an older request
+            # Otherwise it was preempted in this step for an older request.
+            if sequence.stage is SequenceStage.RUNNING and count:
                 try:
                     count = self._find_room(sequence, count)
                     chunks += [Chunk.next_of(sequence, count)] if count else []
@@ -344,8 +333,7 @@ class Scheduler:
                 continue
             chunk.sequence.computed = chunk.start + chunk.count
             try:
-                self._commit(chunk.sequence)
-                self._release_passed(chunk.sequence)
+                self._blocks.settle(chunk.sequence)
             except TandemError:
                 raise
             except Exception as error:
@@ -360,20 +348,12 @@ class Scheduler:
             self.speculator.learn(sequence.speculation, verified)
         if branch is not None:
             sequence.take_branch(branch, verified.start - 1)
-        self._release_branches(sequence)
+        self._blocks.release_branches(sequence)
         # The last token is computed in the next step, for its logits.
         accepted = verified.accepted + verified.of_branch
         sequence.computed = min(sequence.computed + accepted, len(sequence.tokens) - 1)
-        self._commit(sequence)
-        self._release_passed(sequence)
-        needed = blocks_for(len(sequence.tokens), self.block_tokens)
-        self.pool.release(sequence.blocks[needed:], sequence.hold)
-        del sequence.blocks[needed:]
-
-    def _release_branches(self, sequence: Sequence) -> None:
-        if sequence.branch_blocks:
-            self.pool.release(sequence.branch_blocks, sequence.hold)
-            sequence.branch_blocks = []
+        self._blocks.settle(sequence)
+        self._blocks.release_unused(sequence)
 
     def _proposal_room(self, step_tokens: int) -> ProposalRoom:
         return ProposalRoom(
@@ -451,7 +431,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int) -> bool:
         """Starts a waiting request if its first chunk fits and leaves a block for each running request. With less room
         it would soon be preempted."""
-        cached = self._match(sequence)
+        cached = self._blocks.match(sequence)
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:
@@ -466,12 +446,6 @@ class Scheduler:
             sequence.cached_tokens = computed
             self._began.append(sequence.request_id)
         return True
-
-    def _match(self, sequence: Sequence) -> list[Found]:
-        """Cached blocks of a prefix of its tokens."""
-        # At least one token is always computed, for its logits.
-        matchable = (len(sequence.tokens) - 1) // self.block_tokens
-        return self.pool.match(sequence.hashes(matchable)) if sequence.may_use_cache else []
 
     def _unblock(self) -> None:
         """Resolves a step in which nothing can run.
@@ -495,13 +469,12 @@ class Scheduler:
         self.preemptions += 1
         self._short_of_blocks = True
         self._running.remove(sequence)
-        self.pool.release(sequence.held_blocks, sequence.hold)
-        sequence.drop_blocks()
+        self._blocks.release(sequence)
         sequence.computed = sequence.committed = 0
         if sequence.speculation is not None:
             sequence.speculation.moved()
         sequence.stage = SequenceStage.WAITING
-        sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
+        sequence.expected_cached_tokens = len(self._blocks.match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)
 
     def _fail_by(self, sequence: Sequence, error: Exception) -> None:
@@ -513,23 +486,3 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._remove(sequence)
         self._failed.append((sequence.request_id, error))
-
-    def _commit(self, sequence: Sequence) -> None:
-        """Makes newly filled blocks findable."""
-        full = sequence.computed // self.block_tokens
-        if full > sequence.committed:
-            hashes = sequence.hashes(full)
-            for block, block_hash in zip(
-                sequence.blocks[sequence.committed : full], hashes[sequence.committed :], strict=True
-            ):
-                self.pool.commit(block, block_hash)
-            sequence.committed = full
-
-    def _release_passed(self, sequence: Sequence) -> None:
-        """Releases blocks that no later token reads, except exported ones. They stay findable until evicted."""
-        if self.window_tokens is None or sequence.is_exporting:
-            return
-        passed = max(0, sequence.computed + 1 - self.window_tokens) // self.block_tokens
-        if passed > sequence.passed_blocks:
-            self.pool.release(sequence.blocks[sequence.passed_blocks : passed], sequence.hold)
-            sequence.passed_blocks = passed

@@ -20,6 +20,7 @@ from tandem.kvcache.block_pool import BlockPool, Found
 from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
+from tandem.scheduler.sequence_blocks import SequenceBlocks
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 from tandem.token_history import TokenHistory
@@ -141,6 +142,7 @@ class FailsFor(Scheduler):
             BlockPool(rank.layout.num_blocks), block_tokens=16, max_running_requests=8, max_step_tokens=128,
             max_model_tokens=rank.max_model_tokens,
         )  # fmt: skip
+        self._blocks = FailingBlocks(self.pool, self._count)
         self._calls_left = {part: call}
 
     def _count(self, part: str, sequence: Sequence) -> None:
@@ -149,17 +151,23 @@ class FailsFor(Scheduler):
             if self._calls_left[part] <= 0:
                 raise KeyError("no such block")
 
-    def _match(self, sequence: Sequence) -> list[Found]:
-        self._count("match", sequence)
-        return super()._match(sequence)
-
     def _find_room(self, sequence: Sequence, count: int) -> int:
         self._count("room", sequence)
         return super()._find_room(sequence, count)
 
-    def _commit(self, sequence: Sequence) -> None:
+
+class FailingBlocks(SequenceBlocks):
+    def __init__(self, pool: BlockPool, count: Callable[[str, Sequence], None]) -> None:
+        super().__init__(pool, block_tokens=16)
+        self._count = count
+
+    def match(self, sequence: Sequence) -> list[Found]:
+        self._count("match", sequence)
+        return super().match(sequence)
+
+    def commit(self, sequence: Sequence) -> None:
         self._count("commit", sequence)
-        super()._commit(sequence)
+        super().commit(sequence)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
