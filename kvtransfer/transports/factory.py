@@ -113,6 +113,6 @@ def _module(kind: str) -> ModuleType:
         from kvtransfer.transports import nccl  # noqa: PLC0415 - imports torch
 
         return nccl
-    from kvtransfer.transports import process_group  # noqa: PLC0415 - imports torch
+    from kvtransfer.transports import gloo  # noqa: PLC0415 - imports torch
 
-    return process_group
+    return gloo
