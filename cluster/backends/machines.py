@@ -1,4 +1,4 @@
-"""Which machine a worker goes to. Pure: `ray_placement` knows the machines and places the worker.
+"""Which machine a worker goes to. Pure: `ray_nodes` knows the machines.
 
 Prefill and decode workers of a model on one machine exchange KV through its memory or NVLink (`models[].colocate`).
 """

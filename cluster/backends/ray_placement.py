@@ -11,17 +11,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
@@ -33,9 +29,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.backends.lease import LEASE_S, Lease
-from cluster.backends.machines import Machine, beside_partner, nearest
 from cluster.backends.protocol import MemberHandle, Resources, Where
 from cluster.backends.ray_member import RayMember, SupervisorActor
+from cluster.backends.ray_nodes import RayNodes, Reservation, bundles_of
 from tandem.config.model import NODE_GROUP_LABEL, Colocate
 from tandem.errors import ConfigError
 
@@ -44,7 +40,6 @@ log = logging.getLogger(__name__)
 LEASE = "lease"  # the name of the actor that has it
 RETRY_S = 0.2
 CHOSEN_S = 2.0  # how long a node that looked free may take to be reserved
-GCS_TIMEOUT_S = 2.0
 CALL_S = 10.0  # less than the keeper's patience with a controller
 
 # Ray would hide all GPUs but the actor's own. A rank needs its peers' GPUs too, to read their memory.
@@ -76,34 +71,10 @@ class GcsCalls:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(slots=True)
-class _Reservation:
-    """One group's resources, placement group and members. `placement` None: not reserved yet."""
-
-    resources: tuple[Resources, ...]
-    where: Where
-    placement: PlacementGroup | None
-    members: list[RayMember]
-
-
 def others_of(cluster: str, kept: Collection[str]) -> list[str]:
     """Names of a cluster's actors beside `kept` and those of placement groups."""
     names = [name for name in list_named_actors() if name.startswith(f"{cluster}/") and name.count("/") == 1]
     return [name for name in names if name not in kept]
-
-
-def _bundles(resources: Sequence[Resources]) -> list[dict[str, float]]:
-    return [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
-
-
-def _draining_nodes() -> set[str]:
-    # A private call, which Ray Serve uses too: there is no public one.
-    gcs = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
-    return set(gcs.get_draining_nodes(timeout=GCS_TIMEOUT_S))
-
-
-def _nodes() -> list[dict[str, Any]]:
-    return list(ray.nodes())  # type: ignore[no-untyped-call]
 
 
 class RayPlacements:
@@ -120,7 +91,8 @@ class RayPlacements:
         self._calls = calls
         self._local_env = CHILDREN_LIVE_ON if routers_drain else None
         self._local: list[RayMember] = []
-        self._reservations: dict[str, _Reservation] = {}
+        self._reservations: dict[str, Reservation] = {}
+        self._nodes = RayNodes(self._reservations)
         self._choosing = asyncio.Lock()
 
     @property
@@ -133,13 +105,13 @@ class RayPlacements:
     ) -> list[MemberHandle]:
         """Waits for room for so long. Raises ConfigError if there is none."""
         await self._held.check()
-        reservation = _Reservation(tuple(members), where, None, [])
+        reservation = Reservation(tuple(members), where, None, [])
         self._reservations[group] = reservation
         try:
             # What an earlier controller reserved is not waited for: Ray may be moving it from a lost node.
             reservation.placement = await self._calls.run(self._found, group)
             if reservation.placement is None and not await self._reserve(group, reservation, timeout_s):
-                raise ConfigError(f"{group}: {await self._calls.run(self._no_room, reservation)}", field="models")
+                raise ConfigError(f"{group}: {await self._calls.run(self._nodes.no_room, reservation)}", field="models")
             reservation.members += [RayMember(f"{group}.{index}", self._held) for index in range(len(members))]
             await self._calls.run(self._start_actors, reservation)
         except BaseException:  # cancelled too: otherwise Ray would place the group later, unused
@@ -147,26 +119,26 @@ class RayPlacements:
             raise
         return list(reservation.members)
 
-    async def _reserve(self, group: str, reservation: _Reservation, timeout_s: float) -> bool:
+    async def _reserve(self, group: str, reservation: Reservation, timeout_s: float) -> bool:
         """Returns whether there was room in time."""
         where = reservation.where
         if where.colocate is Colocate.REQUIRE:
             return await self._reserve_beside_partner(group, reservation, timeout_s)
         async with self._choosing if where.colocate is Colocate.PREFER else contextlib.nullcontext():
-            near = await self._calls.run(self._near, reservation)
+            near = await self._calls.run(self._nodes.near, reservation)
             reservation.placement = await self._calls.run(self.reserve, group, reservation, near)
             if near is not None:  # the next choice has to see this one
                 await asyncio.to_thread(reservation.placement.wait, CHOSEN_S)
         return bool(await asyncio.to_thread(reservation.placement.wait, timeout_s))
 
-    async def _reserve_beside_partner(self, group: str, reservation: _Reservation, timeout_s: float) -> bool:
+    async def _reserve_beside_partner(self, group: str, reservation: Reservation, timeout_s: float) -> bool:
         """The node is a hint here too, and checked afterwards: a label would hold the worker there also when it is
         lost."""
         refused: set[str] = set()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             async with self._choosing:
-                node = await self._calls.run(self._beside_partner, reservation, refused)
+                node = await self._calls.run(self._nodes.beside_partner, reservation, refused)
                 if node is None:
                     refused.clear()
                 elif await self._got(group, reservation, node):
@@ -176,82 +148,15 @@ class RayPlacements:
             await asyncio.sleep(RETRY_S)
         return False
 
-    async def _got(self, group: str, reservation: _Reservation, node: str) -> bool:
+    async def _got(self, group: str, reservation: Reservation, node: str) -> bool:
         placement = await self._calls.run(self.reserve, group, reservation, node)
         reservation.placement = placement
         is_placed = await asyncio.to_thread(placement.wait, CHOSEN_S)
-        if is_placed and (await self._calls.run(self._node_of)).get(group) == node:
+        if is_placed and (await self._calls.run(self._nodes.node_of)).get(group) == node:
             return True
         reservation.placement = None
         await self._calls.run(remove_placement_group, placement)
         return False
-
-    def _no_room(self, reservation: _Reservation) -> str:
-        where = reservation.where
-        groups = f" with the label {NODE_GROUP_LABEL}={' or '.join(where.node_groups)}" if where.node_groups else ""
-        beside = " beside workers of the other role (colocate: require)" if where.colocate is Colocate.REQUIRE else ""
-        try:
-            nodes = ", ".join(f"{dict(each.free)}" for each in self._machines(where)) or "there is none"
-        except RayError as error:
-            nodes = f"not known ({type(error).__name__})"
-        return (
-            f"no Ray node{groups} has {_bundles(reservation.resources)} free{beside}; free on each of these nodes: "
-            f"{nodes}: add a node or ask for less"
-        )
-
-    def _machines(self, where: Where) -> list[Machine]:
-        """Those that stay and are in a group that the worker may be in. Blocks."""
-        placed, leaving = self._node_of(), _draining_nodes()
-        own, partners = (
-            Counter(placed[name] for name in names if name in placed) for names in (where.alike, where.partners)
-        )
-        free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
-        reserved = self._reserved(placed)
-
-        def room(node: dict[str, Any], resource: str) -> float:
-            # Ray's count may be from before the last reservation: more than the rest is not free.
-            rest: float = node["Resources"].get(resource, 0.0) - reserved[node["NodeID"], resource]
-            return min(free.get(node["NodeID"], {}).get(resource, 0.0), rest)
-
-        return [
-            Machine(
-                node["NodeID"],
-                {resource: room(node, resource) for resource in ("CPU", "GPU")},
-                own[node["NodeID"]],
-                partners[node["NodeID"]],
-            )
-            for node in _nodes()
-            if node["Alive"]
-            and node["NodeID"] not in leaving
-            and (not where.node_groups or node["Labels"].get(NODE_GROUP_LABEL) in where.node_groups)
-        ]
-
-    def _reserved(self, placed: Mapping[str, str]) -> defaultdict[tuple[str, str], float]:
-        """What this cluster holds of each node's CPUs and GPUs."""
-        reserved: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for group, node in placed.items():
-            if (reservation := self._reservations.get(group)) is not None:
-                for bundle in _bundles(reservation.resources):
-                    for resource, amount in bundle.items():
-                        reserved[node, resource] += amount
-        return reserved
-
-    def _node_of(self) -> dict[str, str]:
-        """The node of each group that is placed."""
-        table: dict[str, Any] = placement_group_table()
-        found = {}
-        for name, reservation in list(self._reservations.items()):
-            placement = reservation.placement
-            entry = {} if placement is None else table.get(placement.id.hex(), {})
-            for node in filter(None, entry.get("bundles_to_node_id", {}).values()):  # all of them are one
-                found[name] = node
-        return found
-
-    def _beside_partner(self, reservation: _Reservation, refused: Collection[str]) -> str | None:
-        where = reservation.where
-        to_come = len(where.partners) - len(self._node_of().keys() & {*where.partners})
-        machines = [each for each in self._machines(where) if each.node not in refused]
-        return beside_partner(machines, reservation.resources, where.partner, to_come)
 
     async def node_group(self, group: str) -> str:
         return await self._calls.run(self._node_group, group)
@@ -260,9 +165,7 @@ class RayPlacements:
         reservation = self._reservations.get(group)
         if reservation is not None and reservation.placement is None:  # of an earlier controller, not found yet
             reservation.placement = self._found(group)
-        node = self._node_of().get(group)
-        labels: dict[str, str] = next((each["Labels"] for each in _nodes() if each["NodeID"] == node), {})
-        return labels.get(NODE_GROUP_LABEL, "")
+        return self._nodes.node_group(group)
 
     async def place_local(self, name: str) -> MemberHandle:
         await self._held.check()
@@ -274,19 +177,7 @@ class RayPlacements:
         return member
 
     async def draining(self) -> frozenset[str]:
-        """Groups on nodes that Ray drains."""
-        return await asyncio.to_thread(self._draining)
-
-    def _draining(self) -> frozenset[str]:
-        try:
-            nodes = _draining_nodes()
-            table: dict[str, Any] = placement_group_table() if nodes else {}
-        except RayError as error:
-            log.warning("cannot read which Ray nodes are draining: %s", error)
-            return frozenset()
-        affected = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
-        places = [(name, each.placement) for name, each in list(self._reservations.items())]
-        return frozenset(name for name, place in places if place is not None and place.id.hex() in affected)
+        return await asyncio.to_thread(self._nodes.draining)
 
     async def reschedule(self, group: str, end: Callable[[], None], where: Where) -> None:
         await self._held.check()
@@ -305,7 +196,7 @@ class RayPlacements:
             for member in reservation.members:
                 member.go_on()
 
-    async def _is_moved(self, group: str, reservation: _Reservation, former: PlacementGroup | None) -> bool:
+    async def _is_moved(self, group: str, reservation: Reservation, former: PlacementGroup | None) -> bool:
         """Nothing else would try again: a worker without a placement is on no draining node."""
         try:
             await self._calls.run(self._move, group, reservation, former)
@@ -314,13 +205,13 @@ class RayPlacements:
             return False
         return True
 
-    def _move(self, group: str, reservation: _Reservation, former: PlacementGroup | None) -> None:
+    def _move(self, group: str, reservation: Reservation, former: PlacementGroup | None) -> None:
         if former is not None and reservation.placement is former:
             self._release(group, reservation)
             reservation.placement = None
         if reservation.placement is None:
             found = self._found(group)  # of a call before this that was late
-            reservation.placement = found or self.reserve(group, reservation, self._near(reservation))
+            reservation.placement = found or self.reserve(group, reservation, self._nodes.near(reservation))
         self._start_actors(reservation)
 
     async def release(self, group: str) -> None:
@@ -335,14 +226,14 @@ class RayPlacements:
         for group, reservation in self._reservations.items():
             self._release(group, reservation)
 
-    def _release(self, group: str, reservation: _Reservation) -> None:
+    def _release(self, group: str, reservation: Reservation) -> None:
         for member in reservation.members:
             member.kill()
         # A reservation whose answer was late is found by its name.
         if (placement := reservation.placement or self._found(group)) is not None:
             remove_placement_group(placement)
 
-    def _start_actors(self, reservation: _Reservation) -> None:
+    def _start_actors(self, reservation: Reservation) -> None:
         """Starts one actor for each member, or finds it. Another placement has other actors."""
         placement = reservation.placement
         assert placement is not None
@@ -371,20 +262,9 @@ class RayPlacements:
         actor = options.remote(member.name, str(self._log_dir), self._logs_to_stdout)
         member.use(actor, was_started=False)
 
-    def _near(self, reservation: _Reservation) -> str | None:
-        """The best node that has room; None if any is as good, or Ray does not tell. Blocks."""
-        where = reservation.where
-        if where.colocate is Colocate.NO:
-            return None
-        try:
-            return nearest(self._machines(where), reservation.resources, where.partner)
-        except Exception as error:  # private parts of Ray: without them any node is as good
-            log.warning("cannot choose a node near partners: %s", error)
-            return None
-
-    def reserve(self, group: str, reservation: _Reservation, near: str | None) -> PlacementGroup:
+    def reserve(self, group: str, reservation: Reservation, near: str | None) -> PlacementGroup:
         """On the node `near` if it still has room. Blocks, but not until there is room."""
-        groups, bundles = reservation.where.node_groups, _bundles(reservation.resources)
+        groups, bundles = reservation.where.node_groups, bundles_of(reservation.resources)
         selector = {NODE_GROUP_LABEL: f"in({','.join(groups)})"} if groups else {}
         placement: PlacementGroup = placement_group(
             bundles,

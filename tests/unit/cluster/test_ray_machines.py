@@ -38,7 +38,7 @@ SCRIPT = textwrap.dedent(
         await backend.open()
 
         def at(group):
-            return names[backend._placements._node_of()[group]]
+            return names[backend._placements._nodes.node_of()[group]]
 
         # Groups.
         for number, group in enumerate(("h100", "h200", "h100")):
@@ -65,7 +65,7 @@ SCRIPT = textwrap.dedent(
             assert {pairs["p-0"], pairs["p-1"]} == {pairs["d-0"], pairs["d-1"]} == {"pairs-0", "pairs-1"}, pairs
             for name in pairs:
                 await backend.release(name)
-            while sum(each.free["GPU"] for each in backend._placements._machines(Where(("pairs",)))) < 4:
+            while sum(each.free["GPU"] for each in backend._placements._nodes.machines(Where(("pairs",)))) < 4:
                 await asyncio.sleep(0.1)  # Ray counts what is released a moment later
         where = Where(("pairs",), Colocate.REQUIRE, (), ("d-0",), GPU)
         wide = (Resources(cpus=0.1, gpus=1.0),) * 2
