@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from vllm import SamplingParams as VllmSampling
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmReason
 from vllm.v1.engine.core import EngineCore
@@ -21,9 +19,7 @@ from tandem.engine.api import (
     PromptScores,
     RequestEnd,
     Reservation,
-    ScoredToken,
     StepResult,
-    TokenLogprob,
     TokenOut,
     check_adapter,
     needed,
@@ -32,11 +28,11 @@ from tandem.errors import ContextExceeded, InputError, KvExhausted, RequestFaile
 from tandem.grammar.masks import Grammars
 from tandem.images import ExpandedPrompt, PromptImage, check_spans
 from tandem.kvcache.block_pool import CacheEvent
-from tandem.kvcache.blockhash import HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
-from tandem.request import FinishReason, SamplingParams
+from tandem.request import FinishReason
 from tandem.vllm_engine.adapters import VllmAdapters
 from tandem.vllm_engine.connector import Shared
+from tandem.vllm_engine.conversions import Hasher, logprobs_of, prompt_scores_of, sampling_of
 from tandem.vllm_engine.executor import RankExecutor
 from tandem.vllm_engine.exports import Export
 from tandem.vllm_engine.grammars import AnswerGrammar, mask_backend
@@ -156,10 +152,10 @@ class VllmEngine:
         made = Request(
             request.request_id,
             prompt[:answer_from],
-            _sampling(request),
+            sampling_of(request),
             None,
             lora_request=self._adapters.request(request.hash_key.adapter),
-            block_hasher=_Hasher(request.hash_key, self._block_tokens, request.images),
+            block_hasher=Hasher(request.hash_key, self._block_tokens, request.images),
             mm_features=self._images.features(request.images, request.hash_key) if self._images else None,
         )
         made.prefill_stats = None  # of a prompt alone: KV of answered tokens may be found as well
@@ -255,7 +251,7 @@ class VllmEngine:
         ended: list[RequestEnd] = []
         for each in (output for of_client in outputs.values() for output in of_client.outputs):
             if (known := self._held.get(each.request_id)) is not None:
-                if (found := _prompt_scores(each, known.given)) is not None:
+                if (found := prompt_scores_of(each, known.given)) is not None:
                     scores.append(found)
                 self._take(each, known, tokens, ended)
         if not computed and not ended and self._scheduler.ready and self.preemptions == preempted:
@@ -280,7 +276,7 @@ class VllmEngine:
         for place, token in enumerate(output.new_token_ids):
             is_whole = grammar is not None and grammar.is_whole_after(token)
             cached, held.cached_tokens = held.cached_tokens, None
-            logprob, top = _logprobs(output.new_logprobs, place, held.given.sampling.logprobs)
+            logprob, top = logprobs_of(output.new_logprobs, place, held.given.sampling.logprobs)
             embedding = self._executor.embeddings.pop(held.given.request_id, b"")
             tokens.append(TokenOut(held.given.request_id, token, logprob, top, cached, embedding=embedding))
         request_id = held.given.request_id
@@ -373,69 +369,3 @@ class VllmEngine:
 
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.take_cache_events()
-
-
-@dataclass(frozen=True, slots=True)
-class _Hasher:
-    """vLLM finds blocks by our hashes, so tenants stay apart, and its events are those of our prefix index."""
-
-    key: HashKey
-    block_tokens: int
-    images: tuple[PromptImage, ...]
-
-    def __call__(self, request: Request) -> list[bytes]:
-        """Of the full blocks that `request` has no hash of yet."""
-        known = request.block_hashes
-        if request.num_tokens < (len(known) + 1) * self.block_tokens:
-            return []
-        first = len(known) * self.block_tokens
-        images = [each for each in self.images if each.start >= first]
-        parent = known[-1] if known else None
-        tokens = request.all_token_ids[first:]
-        return hash_blocks(tokens, self.block_tokens, self.key, parent=parent, images=images, first_token=first)
-
-
-def _sampling(request: EngineRequest) -> VllmSampling:
-    """An export stops after one token. What another worker answered counts as output, as in vLLM after a preemption."""
-    given: SamplingParams = request.sampling
-    most = request.answered_tokens + (given.max_tokens if request.export_from_block is None else 1)
-    return VllmSampling(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k or 0,
-        min_p=given.min_p,
-        seed=given.seed % 2**63,
-        max_tokens=most,
-        min_tokens=min(given.min_tokens, most),
-        stop_token_ids=sorted(given.stop_token_ids),
-        ignore_eos=True,  # the router says what ends an answer
-        logprobs=given.logprobs,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        logit_bias=dict(given.logit_bias) or None,
-        detokenize=False,
-        prompt_logprobs=given.prompt_logprobs,
-        skip_reading_prefix_cache=not request.use_prefix_cache or given.prompt_logprobs is not None,
-    )
-
-
-def _logprobs(found: Any, place: int, wanted: int | None) -> tuple[float | None, tuple[TokenLogprob, ...]]:
-    """vLLM's row: the chosen token, then the most likely ones, best first."""
-    if found is None or wanted is None:
-        return None, ()
-    ids, values = found.logprob_token_ids[place], found.logprobs[place]
-    top = tuple(TokenLogprob(int(ids[at]), float(values[at])) for at in range(1, wanted + 1))
-    return float(values[0]), top
-
-
-def _prompt_scores(output: EngineCoreOutput, given: EngineRequest) -> PromptScores | None:
-    """vLLM gives those of the whole prompt once it is computed, from its second token on."""
-    found, wanted = output.new_prompt_logprobs_tensors, given.sampling.prompt_logprobs
-    if found is None or wanted is None:
-        return None
-    tokens = []
-    for place, token in enumerate(given.prompt[1:]):
-        logprob, top = _logprobs(found, place, wanted)
-        tokens.append(ScoredToken(token, logprob or 0.0, top))
-    return PromptScores(given.request_id, 1, tuple(tokens))
