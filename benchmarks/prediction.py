@@ -143,7 +143,7 @@ def profiled(folder: Path, weights: str, grid: Grid, name: str | None = None) ->
 
 def load_measured_hardware(cost: Path) -> Hardware:
     """The demo model on this machine, from the measurements of `tandem profile`."""
-    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, one_host=True))
+    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), one_host=True))
 
 
 class CellJournal:

@@ -133,9 +133,11 @@ def up(
     from cluster.cli.commands.up import UpFlags, run_up
 
     flags = UpFlags(
-        config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name, tls, autoscale, dry_run, tuple(settings or ()), host, served_model_name,
-        max_model_len, dtype, api_key,
+        config=config, model=model, prefill=prefill, decode=decode, prefill_tp=prefill_tp, decode_tp=decode_tp,
+        routers=routers, http_port=http_port, grpc_port=grpc_port, admin_port=admin_port, backend=backend,
+        redis_url=redis_url, disaggregation=disaggregation, name=name, tls=tls, autoscale=autoscale, dry_run=dry_run,
+        settings=tuple(settings or ()), host=host, served_model_name=served_model_name, max_model_len=max_model_len,
+        dtype=dtype, api_key=api_key,
     )  # fmt: skip
     if detach:
         from cluster.cli.commands.background import run_detached

@@ -7,151 +7,50 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.options import planning_types as types
 from cluster.cli.options.shared import ClusterName, Config, Json, Model
 
 # ruff: noqa: PLC0415 (as in cluster.cli.main)
 
-Traffic = Annotated[
-    str, typer.Argument(help="Trace file, folder of ServeGen clients, or `synthetic`; see docs/planning.md.")
-]
-Arrivals = Annotated[
-    str | None,
-    typer.Option(
-        help="Arrivals, for a trace without them: poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:SECONDS or "
-        "diurnal:RATE:SWING:PERIOD_S. Default: those of the trace."
-    ),
-]
-Lengths = Annotated[
-    str | None, typer.Option(help="Mean tokens of a synthetic trace: PROMPT:OUTPUT or PROMPT:OUTPUT:CV:CV.")
-]
-Prefixes = Annotated[
-    str | None, typer.Option(help="Shared prefixes of a synthetic trace: COUNT:TOKENS:SHARE. Default: none.")
-]
-Start = Annotated[float, typer.Option("--start", help="Skip requests that arrive before this second.", min=0)]
-Duration = Annotated[float | None, typer.Option("--duration", help="Seconds of the trace to use. Default: all.", min=0)]
-Requests = Annotated[
-    int | None,
-    typer.Option("--requests", "--limit", help="Maximum number of requests. Default: all; 1000 if synthetic.", min=1),
-]
-Load = Annotated[float, typer.Option("--load", "--time-scale", help="Factor on the arrival rate.")]
-Prompts = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
-Outputs = Annotated[float, typer.Option(help="Factor on output lengths.")]
-Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
-Jitter = Annotated[bool, typer.Option(help="Spread arrivals that the source rounded to seconds over the second.")]
-Where = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--where",
-        metavar="COLUMN=VALUE",
-        help="Take the rows of the trace with this value, such as model=llama-3-70b; can be repeated. Default: all.",
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder. Default: the spec's first model."),
-]
-Device = Annotated[str, typer.Option(help="a100, h100, h200, b200, cpu, or a YAML file with a device.")]
-Cost = Annotated[
-    str | None,
-    typer.Option(
-        help="Step times: FILE.json of `tandem profile`, or a table FILE:MODEL or FILE:MODEL/HARDWARE. "
-        "Default: computed from the device."
-    ),
-]
-ElementBytes = Annotated[
-    float | None,
-    typer.Option(
-        help="Bytes per element of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32. "
-        "Default: weights as published, else the device's."
-    ),
-]
-KvBytes = Annotated[float | None, typer.Option(help="Bytes per element of KV. Default: as --element-bytes.")]
-ExpertBytes = Annotated[
-    float | None,
-    typer.Option(help="Bytes per element of the experts' weights. Default: as published, else as --element-bytes."),
-]
-Constrained = Annotated[
-    float, typer.Option("--constrained", help="Share of the requests whose answers a schema or grammar constrains.")
-]
-Acceptance = Annotated[
-    str | None,
-    typer.Option(
-        help="Speculation as CHANCE[:TOKENS[:DRAFT_SHARE]]: the chance that a proposed token is right, the most for a "
-        "request in a step (8), and the time to draft one, of a step's (0). Default: the file's of --cost, else none."
-    ),
-]
-Calibration = Annotated[
-    Path | None,
-    typer.Option("--calibration", help="File of `tandem calibrate`, which corrects the step times. Default: none."),
-]
-OneHost = Annotated[
-    bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
-]
-Prefill = Annotated[
-    int | None, typer.Option(help="Prefill workers; 0 turns disaggregation off. Default: the spec's, else 1.")
-]
-Decode = Annotated[int | None, typer.Option(help="Decode workers. Default: the spec's, else 1.")]
-PrefillTp = Annotated[
-    int | None, typer.Option(help="Tensor-parallel ranks of each prefill worker. Default: the spec's, else 1.")
-]
-DecodeTp = Annotated[
-    int | None, typer.Option(help="Tensor-parallel ranks of each decode worker. Default: the spec's, else 1.")
-]
-Autoscale = Annotated[bool, typer.Option("--autoscale", help="Turn the autoscaler on: roles follow the load.")]
-Ttft = Annotated[
-    float | None, typer.Option("--ttft", help="Objective for the time to first token, in seconds. Default: none.")
-]
-Tpot = Annotated[
-    float | None, typer.Option("--tpot", help="Objective for the time per output token, in seconds. Default: none.")
-]
-ClassSlo = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--class-slo",
-        help="Objectives of one class of requests, repeatable: CLASS=TTFT,TPOT; either may be empty. Default: those of "
-        "--ttft and --tpot.",
-    ),
-]
-
 
 def simulate(
-    trace: Traffic,
+    trace: types.Traffic,
     config: Config = None,
-    model: ModelName = None,
-    device: Device = "cpu",
+    model: types.ModelName = None,
+    device: types.Device = "cpu",
     prefill_device: Annotated[
         str | None, typer.Option(help="Device of prefill workers, if another. Default: --device.")
     ] = None,
     decode_device: Annotated[
         str | None, typer.Option(help="Device of decode workers, if another. Default: --device.")
     ] = None,
-    cost: Cost = None,
-    element_bytes: ElementBytes = None,
-    kv_bytes: KvBytes = None,
-    expert_bytes: ExpertBytes = None,
-    constrained: Constrained = 0.0,
-    acceptance: Acceptance = None,
-    calibration: Calibration = None,
-    one_host: OneHost = False,
-    prefill: Prefill = None,
-    decode: Decode = None,
-    prefill_tp: PrefillTp = None,
-    decode_tp: DecodeTp = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    class_slo: ClassSlo = None,
-    arrivals: Arrivals = None,
-    lengths: Lengths = None,
-    prefixes: Prefixes = None,
-    start: Start = 0.0,
-    duration: Duration = None,
-    requests: Requests = None,
-    load: Load = 1.0,
-    prompts: Prompts = 1.0,
-    outputs: Outputs = 1.0,
-    seed: Seed = 0,
-    jitter: Jitter = True,
-    where: Where = None,
+    cost: types.Cost = None,
+    element_bytes: types.ElementBytes = None,
+    kv_bytes: types.KvBytes = None,
+    expert_bytes: types.ExpertBytes = None,
+    constrained: types.Constrained = 0.0,
+    acceptance: types.Acceptance = None,
+    calibration: types.Calibration = None,
+    one_host: types.OneHost = False,
+    prefill: types.Prefill = None,
+    decode: types.Decode = None,
+    prefill_tp: types.PrefillTp = None,
+    decode_tp: types.DecodeTp = None,
+    ttft: types.Ttft = None,
+    tpot: types.Tpot = None,
+    class_slo: types.ClassSlo = None,
+    arrivals: types.Arrivals = None,
+    lengths: types.Lengths = None,
+    prefixes: types.Prefixes = None,
+    start: types.Start = 0.0,
+    duration: types.Duration = None,
+    requests: types.Requests = None,
+    load: types.Load = 1.0,
+    prompts: types.Prompts = 1.0,
+    outputs: types.Outputs = 1.0,
+    seed: types.Seed = 0,
+    jitter: types.Jitter = True,
+    where: types.Where = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -160,7 +59,7 @@ def simulate(
         ),
     ] = None,
     json: Json = False,
-    autoscale: Autoscale = False,
+    autoscale: types.Autoscale = False,
     paper: Annotated[
         str | None,
         typer.Option(
@@ -175,12 +74,13 @@ def simulate(
     from tandem.config.model import Role
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
-        tuple(where or ()),
+        trace, arrivals=arrivals, lengths=lengths, prefixes=prefixes, start_s=start, duration_s=duration,
+        requests=requests, load=load, prompts=prompts, outputs=outputs, seed=seed, jitter=jitter,
+        where=tuple(where or ()),
     )  # fmt: skip
     hardware = HardwareFlags(
-        model or "", device, cost, None, element_bytes, one_host, constrained, acceptance, kv_bytes, expert_bytes,
-        calibration,
+        model or "", device, cost=cost, element_bytes=element_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes,
+        constrained=constrained, acceptance=acceptance, one_host=one_host, calibration=calibration,
     )  # fmt: skip
     given = zip(Role, (prefill_device, decode_device), strict=True)
     devices = {role: name for role, name in given if name is not None}
@@ -195,25 +95,25 @@ def calibrate(
         Path, typer.Option("--output", "-o", help="File to write, for --calibration of simulate and plan.")
     ],
     config: Config = None,
-    model: ModelName = None,
-    device: Device = "cpu",
-    cost: Cost = None,
-    element_bytes: ElementBytes = None,
-    kv_bytes: KvBytes = None,
-    expert_bytes: ExpertBytes = None,
-    constrained: Constrained = 0.0,
-    acceptance: Acceptance = None,
-    one_host: OneHost = False,
-    prefill: Prefill = None,
-    decode: Decode = None,
-    prefill_tp: PrefillTp = None,
-    decode_tp: DecodeTp = None,
-    start: Start = 0.0,
-    duration: Duration = None,
-    requests: Requests = None,
-    where: Where = None,
+    model: types.ModelName = None,
+    device: types.Device = "cpu",
+    cost: types.Cost = None,
+    element_bytes: types.ElementBytes = None,
+    kv_bytes: types.KvBytes = None,
+    expert_bytes: types.ExpertBytes = None,
+    constrained: types.Constrained = 0.0,
+    acceptance: types.Acceptance = None,
+    one_host: types.OneHost = False,
+    prefill: types.Prefill = None,
+    decode: types.Decode = None,
+    prefill_tp: types.PrefillTp = None,
+    decode_tp: types.DecodeTp = None,
+    start: types.Start = 0.0,
+    duration: types.Duration = None,
+    requests: types.Requests = None,
+    where: types.Where = None,
     json: Json = False,
-    autoscale: Autoscale = False,
+    autoscale: types.Autoscale = False,
 ) -> None:
     """Fit the step times to a cluster's recorded requests. The spec and options describe that cluster as it was."""
     from cluster.cli.commands.planning.calibrate import CalibrateFlags, run_calibrate
@@ -224,14 +124,15 @@ def calibrate(
         trace, start_s=start, duration_s=duration, requests=requests, jitter=False, where=tuple(where or ())
     )
     hardware = HardwareFlags(
-        model or "", device, cost, None, element_bytes, one_host, constrained, acceptance, kv_bytes, expert_bytes
-    )
+        model or "", device, cost=cost, element_bytes=element_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes,
+        constrained=constrained, acceptance=acceptance, one_host=one_host,
+    )  # fmt: skip
     cluster = ClusterFlags(config, prefill, decode, prefill_tp, decode_tp, autoscale)
     raise typer.Exit(run_calibrate(CalibrateFlags(traffic, hardware, cluster, output, json)))
 
 
 def plan(
-    trace: Traffic,
+    trace: types.Traffic,
     model: Annotated[str, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")],
     device: Annotated[
         str,
@@ -245,9 +146,9 @@ def plan(
     max_load: Annotated[
         bool, typer.Option("--max-load", help="Plan for the largest --load that up to --devices devices serve.")
     ] = False,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    class_slo: ClassSlo = None,
+    ttft: types.Ttft = None,
+    tpot: types.Tpot = None,
+    class_slo: types.ClassSlo = None,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet the objectives.")] = 0.95,
     confidence: Annotated[
         float, typer.Option(help="Share of other traffics like this one that must meet it too. Default: 0.")
@@ -266,13 +167,13 @@ def plan(
             help="Dollars per device and hour: 2.5, or h100=2.5,h200=3.5. Default: those of the device files."
         ),
     ] = None,
-    cost: Cost = None,
-    element_bytes: ElementBytes = None,
-    kv_bytes: KvBytes = None,
-    expert_bytes: ExpertBytes = None,
-    constrained: Constrained = 0.0,
-    acceptance: Acceptance = None,
-    calibration: Calibration = None,
+    cost: types.Cost = None,
+    element_bytes: types.ElementBytes = None,
+    kv_bytes: types.KvBytes = None,
+    expert_bytes: types.ExpertBytes = None,
+    constrained: types.Constrained = 0.0,
+    acceptance: types.Acceptance = None,
+    calibration: types.Calibration = None,
     step_tokens: Annotated[
         list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
     ] = None,
@@ -300,18 +201,18 @@ def plan(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML report with charts to write. Default: none.")] = None,
     values: Annotated[Path | None, typer.Option(help="Values file for the Helm chart to write. Default: none.")] = None,
-    arrivals: Arrivals = None,
-    lengths: Lengths = None,
-    prefixes: Prefixes = None,
-    start: Start = 0.0,
-    duration: Duration = None,
-    requests: Requests = None,
-    load: Load = 1.0,
-    prompts: Prompts = 1.0,
-    outputs: Outputs = 1.0,
-    seed: Seed = 0,
-    jitter: Jitter = True,
-    where: Where = None,
+    arrivals: types.Arrivals = None,
+    lengths: types.Lengths = None,
+    prefixes: types.Prefixes = None,
+    start: types.Start = 0.0,
+    duration: types.Duration = None,
+    requests: types.Requests = None,
+    load: types.Load = 1.0,
+    prompts: types.Prompts = 1.0,
+    outputs: types.Outputs = 1.0,
+    seed: types.Seed = 0,
+    jitter: types.Jitter = True,
+    where: types.Where = None,
     json: Json = False,
 ) -> None:
     """Find the cheapest cluster that serves a traffic. It must meet the objectives --ttft, --tpot, or both."""
@@ -320,40 +221,24 @@ def plan(
     from planner.search.goal import Goal
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
-        tuple(where or ()),
+        trace, arrivals=arrivals, lengths=lengths, prefixes=prefixes, start_s=start, duration_s=duration,
+        requests=requests, load=load, prompts=prompts, outputs=outputs, seed=seed, jitter=jitter,
+        where=tuple(where or ()),
     )  # fmt: skip
     hardware = HardwareFlags(
-        model, device, cost, None, element_bytes, constrained=constrained, acceptance=acceptance, kv_bytes=kv_bytes,
-        expert_bytes=expert_bytes, calibration=calibration,
+        model, device, cost=cost, element_bytes=element_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes,
+        constrained=constrained, acceptance=acceptance, calibration=calibration,
     )  # fmt: skip
     goal = Goal(
-        parse_slo(ttft, tpot, class_slo),
-        attainment,
-        devices,
-        tuple(step_tokens or (2048, 8192)),
-        running,
-        confidence,
-        bounded_steps,
-        whole_machines,
-    )
+        parse_slo(ttft, tpot, class_slo), attainment=attainment, max_devices=devices,
+        step_tokens=tuple(step_tokens or (2048, 8192)), max_running_requests=running, confidence=confidence,
+        bounds_steps=bounded_steps, whole_machines=whole_machines,
+    )  # fmt: skip
     flags = PlanFlags(
-        traffic,
-        hardware,
-        goal,
-        source,
-        simulated,
-        jobs,
-        state,
-        report,
-        values,
-        json,
-        price,
-        max_load,
-        growth,
-        mix_roles,
-        schedule,
-    )
+        traffic, hardware, goal, source=source, simulate=simulated, jobs=jobs, state=state, report=report,
+        values=values, json=json, price=price, max_load=max_load, growth=growth, mix_roles=mix_roles,
+        schedule=schedule,
+    )  # fmt: skip
     raise typer.Exit(run_plan(flags))
 
 
@@ -372,7 +257,7 @@ def profile(
 
 
 def bench(
-    trace: Traffic,
+    trace: types.Traffic,
     api: Annotated[str, typer.Option(help="tandem (gRPC), completions (token ids) or chat (text).")] = "tandem",
     url: Annotated[
         str | None,
@@ -390,21 +275,21 @@ def bench(
         Path | None, typer.Option(help="PEM file with the CA of the server's certificate. Default: the system's.")
     ] = None,
     cluster: ClusterName = None,
-    ttft: Ttft = None,
-    tpot: Tpot = None,
-    class_slo: ClassSlo = None,
-    arrivals: Arrivals = None,
-    lengths: Lengths = None,
-    prefixes: Prefixes = None,
-    start: Start = 0.0,
-    duration: Duration = None,
-    requests: Requests = None,
-    load: Load = 1.0,
-    prompts: Prompts = 1.0,
-    outputs: Outputs = 1.0,
-    seed: Seed = 0,
-    jitter: Jitter = True,
-    where: Where = None,
+    ttft: types.Ttft = None,
+    tpot: types.Tpot = None,
+    class_slo: types.ClassSlo = None,
+    arrivals: types.Arrivals = None,
+    lengths: types.Lengths = None,
+    prefixes: types.Prefixes = None,
+    start: types.Start = 0.0,
+    duration: types.Duration = None,
+    requests: types.Requests = None,
+    load: types.Load = 1.0,
+    prompts: types.Prompts = 1.0,
+    outputs: types.Outputs = 1.0,
+    seed: types.Seed = 0,
+    jitter: types.Jitter = True,
+    where: types.Where = None,
     connections: Annotated[
         int,
         typer.Option("--concurrency", "--connections", help="Maximum number of concurrent requests.", min=1, max=65536),
@@ -447,13 +332,14 @@ def bench(
     from cluster.cli.load.player import LoadLimits
 
     traffic = TrafficFlags(
-        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter,
-        tuple(where or ()),
+        trace, arrivals=arrivals, lengths=lengths, prefixes=prefixes, start_s=start, duration_s=duration,
+        requests=requests, load=load, prompts=prompts, outputs=outputs, seed=seed, jitter=jitter,
+        where=tuple(where or ()),
     )  # fmt: skip
     flags = BenchFlags(
-        traffic, parse_slo(ttft, tpot, class_slo), api, url, cluster, model, api_key, ca,
-        LoadLimits(connections, timeout), warm_up,
-        ignore_eos, vocab, prompt_seed, output, json, compare, config, tuple(settings or ()),
+        traffic, parse_slo(ttft, tpot, class_slo), api=api, url=url, cluster=cluster, model=model, api_key=api_key,
+        ca=ca, limits=LoadLimits(connections, timeout), warm_up=warm_up, ignore_eos=ignore_eos, vocab=vocab,
+        salt=prompt_seed, output=output, json=json, compare=compare, config=config, settings=tuple(settings or ()),
     )  # fmt: skip
     if compare is not None:
         from cluster.cli.commands.planning.bench_batching import run_bench_batching
