@@ -285,16 +285,28 @@ async def serve(launch: WorkerLaunch) -> int:
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:
         task.add_done_callback(_end_process_on_failure)
+    try:
+        return await _follow(leader, received, ranks, launch.engine.hang_timeout_s)
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await server.stop(grace=0.5)
+
+
+async def _follow(
+    leader: LeaderLink, received: AsyncIterator[LeaderToService], ranks: RankEnds, hang_timeout_s: float
+) -> int:
+    """Handles the leader's messages until it ends or hangs, or another rank ends. Returns the exit code."""
 
     async def handle_messages() -> None:
         async for message in received:
             leader.handle(message)
 
     handling, hangs = asyncio.create_task(handle_messages()), asyncio.create_task(leader.hangs.run())
-    rank_ended = asyncio.create_task(ranks.wait())
-    background += [handling, hangs, rank_ended]
+    tasks = (handling, hangs, asyncio.create_task(ranks.wait()))
     try:
-        await asyncio.wait((handling, hangs, rank_ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not hangs.done():
             await leader.lost_rank(ranks)
         await leader.gone()
@@ -302,7 +314,7 @@ async def serve(launch: WorkerLaunch) -> int:
             log.error(
                 "error: the engine took no step and finished no layer for %g s (engine.hang_timeout_s): "
                 "this worker is replaced",
-                launch.engine.hang_timeout_s,
+                hang_timeout_s,
             )
             return ENGINE_HUNG_EXIT_CODE
         if handling.done():
@@ -313,10 +325,9 @@ async def serve(launch: WorkerLaunch) -> int:
             await leader.gone()
         raise
     finally:
-        for task in background:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
-        await server.stop(grace=0.5)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _end_process_on_failure(task: asyncio.Task[None]) -> None:

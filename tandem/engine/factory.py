@@ -19,7 +19,7 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device.sampler import DrawRows
 from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.device_memory import CudaMemory, DeviceMemory, insufficient_memory, largest_steps, measured_budget
-from tandem.engine.drafts.choose import Target, choose_drafts
+from tandem.engine.drafts.choose import Drafts, Target, choose_drafts
 from tandem.engine.drafts.drafter import Drafter
 from tandem.engine.engine import TandemEngine
 from tandem.engine.host_pool import HostPool, host_slots
@@ -154,13 +154,10 @@ def build_rank(
     runner_of = partial(
         ModelRunner, model, exporter=exporter, device=device, kernels=kernels, paged=paged, draw_rows=draw_rows
     )
-    available, automatic = available_bytes(), spec.cpu_pool_bytes
-    if memory is not None:
-        drafter_of = None if drafts is None else drafts.make
-        steps = partial(_run_largest, runner_of, drafter_of, block, spec, max_model_tokens)
-        available = measured_budget(memory, spec, steps, records=paged is not None and paged.recorder is not None)
-        available -= block.block_bytes  # the spare block
-        automatic = available if group is None else group.least(available)  # ranks use the same block numbers
+    drafter_of = None if drafts is None else drafts.make
+    run_largest = partial(_run_largest, runner_of, drafter_of, block, spec, max_model_tokens)
+    records = paged is not None and paged.recorder is not None
+    available, automatic = _pool_room(spec, block, memory, run_largest, group, records=records)
     layout = pool_layout(spec, block, available, automatic, drafts.block_bytes if drafts is not None else 0)
     slots = host_slots(spec, layout)
     with insufficient_memory(
@@ -170,33 +167,63 @@ def build_rank(
     ):
         pool = KvPool(layout, device, spare=paged is not None)
         host = HostPool(slots, pool) if slots else None
-        drafter = drafts.make(pool) if drafts is not None and drafts.make is not None else None
-        records = drafts is None or not drafts.needs_hidden
-        graphs = _record(model, pool, paged, spec, max_model_tokens, group) if records else None
+        drafter = None if drafter_of is None else drafter_of(pool)
+        may_record = drafts is None or not drafts.needs_hidden
+        graphs = _record(model, pool, paged, spec, max_model_tokens, group) if may_record else None
     runner = runner_of(pool=pool, host=host, barrier=group.barrier if group else None, graphs=graphs, drafter=drafter)
     leader = None
     if rank == 0:
-        scheduler = Scheduler(
-            BlockPool(layout.num_blocks, HostTier(slots) if slots else None),
-            block_tokens=spec.block_tokens,
-            max_running_requests=spec.max_running_requests,
-            max_step_tokens=spec.max_step_tokens,
-            max_model_tokens=max_model_tokens,
-            window_tokens=config.traits.widest_window,
-            speculator=None if drafts is None else drafts.speculator(spec),
-            batches=BatchRule.of(spec),
-            prompt_limit=PromptLimit(spec.longest_step_s, spec.max_step_tokens) if spec.longest_step_s else None,
-        )
-        leader = TandemEngine(
-            runner,
-            scheduler,
-            config.vocab_size,
-            group.send_step if group else None,
-            group.check_failed_alike if group else None,
-            Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
-            lacks=frozenset() if embeds_by_last_token(model_dir) else frozenset({Capability.EMBEDDINGS}),
-        )
+        blocks = BlockPool(layout.num_blocks, HostTier(slots) if slots else None)
+        leader = _leader(model_dir, spec, config, max_model_tokens, runner, blocks, drafts, group)
     return Rank(config, model, layout, pool, max_model_tokens, _work_shape(config, spec, layout), runner, group, leader)
+
+
+def _pool_room(
+    spec: EngineSpec,
+    block: KvPoolLayout,
+    memory: DeviceMemory | None,
+    run_largest: Callable[[], None],
+    group: TpGroup | None,
+    *,
+    records: bool,
+) -> tuple[int, int]:
+    """Bytes that a KV pool can have here, and those that it gets if the spec does not say."""
+    if memory is None:
+        return available_bytes(), spec.cpu_pool_bytes
+    available = measured_budget(memory, spec, run_largest, records=records) - block.block_bytes  # the spare block
+    return available, available if group is None else group.least(available)  # ranks use the same block numbers
+
+
+def _leader(
+    model_dir: Path,
+    spec: EngineSpec,
+    config: ModelConfig,
+    max_model_tokens: int,
+    runner: ModelRunner,
+    blocks: BlockPool,
+    drafts: Drafts | None,
+    group: TpGroup | None,
+) -> TandemEngine:
+    scheduler = Scheduler(
+        blocks,
+        block_tokens=spec.block_tokens,
+        max_running_requests=spec.max_running_requests,
+        max_step_tokens=spec.max_step_tokens,
+        max_model_tokens=max_model_tokens,
+        window_tokens=config.traits.widest_window,
+        speculator=None if drafts is None else drafts.speculator(spec),
+        batches=BatchRule.of(spec),
+        prompt_limit=PromptLimit(spec.longest_step_s, spec.max_step_tokens) if spec.longest_step_s else None,
+    )
+    return TandemEngine(
+        runner,
+        scheduler,
+        config.vocab_size,
+        group.send_step if group else None,
+        group.check_failed_alike if group else None,
+        Grammars(partial(GrammarCompiler.load, model_dir, config.vocab_size, sorted(config.eos_token_ids))),
+        lacks=frozenset() if embeds_by_last_token(model_dir) else frozenset({Capability.EMBEDDINGS}),
+    )
 
 
 def _work_shape(config: ModelConfig, spec: EngineSpec, layout: KvPoolLayout) -> WorkShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import structs
@@ -28,6 +29,58 @@ class _Path(NamedTuple):
     branch: Branch | None = None
 
 
+@dataclass(slots=True)
+class _Walk:
+    """How far an answer goes along the tokens that were proposed for it. `sample`: the chain's first."""
+
+    chunk: Chunk
+    sample: int
+    path: _Path
+    choices: int = 0
+    compared: int = 0
+    accepted: int = 0
+    of_branch: int = 0
+    rank: int = 0  # of the branch
+
+    @property
+    def right(self) -> int:
+        return self.accepted + self.of_branch
+
+    @property
+    def next_sample(self) -> int:
+        return self.path.sample + self.choices
+
+    def take(self, token: int) -> bool:
+        """Whether `token` was proposed, so that the output has what comes after it."""
+        proposed = self.path.tokens[self.choices] if self.choices < len(self.path.tokens) else None
+        self.choices += 1
+        is_right = token == proposed
+        if self.path.branch is None:
+            self.compared += proposed is not None
+            self.accepted += is_right
+            if self.chunk.beside and proposed is not None and not is_right:
+                self.rank = _rank(self.chunk, self.accepted, token)
+                self.path = _branch(self.chunk, self.accepted, self.rank, self.sample) or self.path
+                is_right = self.path.branch is not None
+        if self.path.branch is not None:
+            self.of_branch += is_right
+        return is_right
+
+    def verified(self, output: StepOutput) -> Verified:
+        chunk = self.chunk
+        beyond = [token or 0 for token in output.tokens[self.sample + self.choices : self.sample + chunk.chain_samples]]
+        return Verified(
+            start=chunk.start + chunk.count,
+            proposed=chunk.proposed_tokens,
+            compared=self.compared,
+            accepted=self.accepted,
+            draft=chunk.draft,
+            run=(chunk.sequence.tokens[-1], *beyond),
+            rank=self.rank,
+            of_branch=self.of_branch,
+        )
+
+
 class TokenChooser:
     """`end` is called with each sequence that ends."""
 
@@ -46,25 +99,14 @@ class TokenChooser:
     ) -> int:
         """Chooses and reports the token of `sample` in `output`, those after it as long as proposed ones are right, and
         those that its grammar forces. Returns how many proposed ones were right."""
-        sequence, compared, accepted, of_branch, rank, choices = chunk.sequence, 0, 0, 0, 0, 0
-        before, first, path = len(sequence.tokens), len(tokens), _Path(chunk.proposed, sample)
+        sequence, walk = chunk.sequence, _Walk(chunk, sample, _Path(chunk.proposed, sample))
+        before, first = len(sequence.tokens), len(tokens)
         try:
             while True:
-                proposed = path.tokens[choices] if choices < len(path.tokens) else None
-                last = path.sample + choices
+                last = walk.next_sample
                 choice = self._chosen(sequence, output, last, following)
                 tokens.append(self._appended(sequence, choice))
-                choices += 1
-                reason, is_right = self._reason(sequence, choice.token_id), choice.token_id == proposed
-                if path.branch is None:
-                    compared += proposed is not None
-                    accepted += is_right
-                    if chunk.beside and proposed is not None and not is_right:
-                        rank = _rank(chunk, accepted, choice.token_id)
-                        path = _branch(chunk, accepted, rank, sample) or path
-                        is_right = path.branch is not None
-                if path.branch is not None:
-                    of_branch += is_right
+                reason, is_right = self._reason(sequence, choice.token_id), walk.take(choice.token_id)
                 if following is not None and reason is None:
                     reason, following = self._follow(sequence, following, choice.token_id, tokens)
                 if reason is not None or not is_right or (sequence.grammar and following is None):
@@ -73,44 +115,31 @@ class TokenChooser:
             typed = error if isinstance(error, TandemError) else RequestFailed.by(error)
             self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, error=typed))
-            return accepted + of_branch
+            return walk.right
+        speculator = self._scheduler.speculator
         if (
             sequence.speculation is not None
-            and self._scheduler.speculator is not None
-            and len(sequence.tokens) == before + choices
+            and speculator is not None
+            and len(sequence.tokens) == before + walk.choices
         ):
-            sequence.speculation.sample, sequence.speculation.step = last, self._scheduler.speculator.step
+            sequence.speculation.sample, sequence.speculation.step = last, speculator.step
         if sequence.sampling.embeds:
             tokens[first] = structs.replace(tokens[first], embedding=output.embeddings[sample])
         if chunk.proposed:
             from_prediction = sequence.speculation is not None and sequence.speculation.from_prediction
-            proposals = Proposals(chunk.proposed_tokens, accepted + of_branch, from_prediction)
+            proposals = Proposals(chunk.proposed_tokens, walk.right, from_prediction)
             tokens[first] = structs.replace(tokens[first], proposals=proposals)
-        if chunk.draft or chunk.proposed:
-            beyond = [token or 0 for token in output.tokens[sample + choices : sample + chunk.chain_samples]]
-            verified = Verified(
-                start=chunk.start + chunk.count,
-                proposed=chunk.proposed_tokens,
-                compared=compared,
-                accepted=accepted,
-                draft=chunk.draft,
-                run=(sequence.tokens[-1], *beyond),
-                rank=rank,
-                of_branch=of_branch,
-            )
-            if (failure := self._accept(chunk, verified, path.branch)) is not None:
-                self._end(sequence)
-                ended.append(RequestEnd(sequence.request_id, error=failure))
-                return accepted + of_branch
-        if reason is not None or sequence.is_exporting:
+        failure = self._accept(walk, output) if chunk.draft or chunk.proposed else None
+        if failure is not None or reason is not None or sequence.is_exporting:
             self._end(sequence)
-            ended.append(RequestEnd(sequence.request_id, reason))
-        return accepted + of_branch
+            ended.append(RequestEnd(sequence.request_id, None if failure is not None else reason, failure))
+        return walk.right
 
-    def _accept(self, chunk: Chunk, verified: Verified, branch: Branch | None) -> TandemError | None:
+    def _accept(self, walk: _Walk, output: StepOutput) -> TandemError | None:
         """Returns the error of a request whose tokens cannot be recorded."""
+        verified = walk.verified(output)
         try:
-            self._scheduler.accept(chunk, verified, branch)
+            self._scheduler.accept(walk.chunk, verified, walk.path.branch)
         except TandemError:
             raise
         except Exception as error:
