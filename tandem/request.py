@@ -112,6 +112,12 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample tokens. `temperature` 0 is greedy; None means "no limit" for `top_k` and "none" for `logprobs`.
 

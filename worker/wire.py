@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
-from tandem.engine.api import Capability, EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
+from tandem.engine.api import Capability, EngineLoad, EngineRequest, PromptScores, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.images import ExpandedPrompt, PromptImage
 from tandem.kvcache.blockhash import HashKey
-from tandem.request import FinishReason, SamplingParams
+from tandem.request import FinishReason, SamplingParams, TokenLogprob
 from tandem.rpc.versions import Versions
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 

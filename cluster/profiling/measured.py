@@ -12,11 +12,12 @@ from tandem.config.engine import EngineSpec
 from tandem.config.launch import WorkerLaunch
 from tandem.config.model import ModelSpec, Role
 from tandem.config.transfer import TransferSpec
-from tandem.engine.api import Engine, ExportRange
+from tandem.engine.api import Engine
 from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank, build_rank
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.scheduler.plan import ExportRange
 from tandem.scheduler.scheduler import Scheduler
 from tandem.vllm_engine.launch import build_vllm_rank
 

@@ -25,7 +25,7 @@ import msgspec
 from kvtransfer.agent.handoff_receiver import HandoffReceiver
 from kvtransfer.agent.handoff_sender import HandoffSender
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.connection.handshake import LocalRank, pool_layout
+from kvtransfer.connection.handshake import MAPPED, LocalRank, pool_layout
 from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.control import (
     Attached,
@@ -55,7 +55,7 @@ from kvtransfer.pool import digest
 from kvtransfer.pool.pool import PoolMap
 from kvtransfer.pool.pools import make_host_staging, open_pool
 from kvtransfer.session.ticket import KEY_BYTES
-from kvtransfer.transports.choice import MAPPED, offered
+from kvtransfer.transports.choice import offered
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock, SystemClock
 from tandem.config.log_format import LogFormat

@@ -17,8 +17,8 @@ from kvtransfer.agent.process import AgentProcess, PidfdProcess
 from kvtransfer.connection.sockets import connect_unix, peer_pid, send_first
 from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
 from tandem.backoff import Backoff
-from tandem.engine.api import ExportRange
 from tandem.rpc.channel import Channel, ChannelError, ThreadSender, encode
+from tandem.scheduler.plan import ExportRange
 
 log = logging.getLogger(__name__)
 

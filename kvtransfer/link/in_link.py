@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.connection.handshake import Hello, LocalRank, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.connection.handshake import MAPPED, Hello, LocalRank, Refused, Welcome, check_hello, parse_hello
 from kvtransfer.connection.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import TlsConnection, Wire
@@ -25,7 +25,7 @@ from kvtransfer.link.liveness import LinkWatch
 from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
 from kvtransfer.session.receive import ReceiveSession
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
+from kvtransfer.transports.factory import Transports, max_piece_bytes
 from kvtransfer.transports.protocol import KvReceiver
 from kvtransfer.transports.threads import INLINE_BYTES, LinkThread
 from tandem.errors import IncompatiblePools, IncompatibleVersions

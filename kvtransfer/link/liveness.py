@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.session.piece import FrameType, Header
-from kvtransfer.transports.protocol import STALL_S as STALL_S
+from kvtransfer.transports.protocol import STALL_S
 from kvtransfer.versions import has_heartbeats
 from tandem.clock import Clock, SystemClock
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.connection.handshake import LinkRefused, LocalRank, Welcome, make_hello, receive_answer
+from kvtransfer.connection.handshake import MAPPED, LinkRefused, LocalRank, Welcome, make_hello, receive_answer
 from kvtransfer.connection.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import TlsConnection, Wire
@@ -31,7 +31,7 @@ from kvtransfer.link.ticket_queue import TicketQueue
 from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
-from kvtransfer.transports.choice import MAPPED, choose_transport
+from kvtransfer.transports.choice import choose_transport
 from kvtransfer.transports.factory import Transports, carries_int8, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import has_heartbeats, has_many_probes

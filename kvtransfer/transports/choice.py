@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtransfer.connection.handshake import MAPPED as MAPPED
-from kvtransfer.connection.handshake import NCCL, NIXL, LinkRefused, LocalRank
+from kvtransfer.connection.handshake import MAPPED, NCCL, NIXL, LinkRefused, LocalRank
 from kvtransfer.control import HOST_DEVICE, Peer
 from kvtransfer.pool.pool import PoolMap
 from kvtransfer.transports.host_support import THIS_HOST, HostSupport, missing_library

@@ -6,8 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvtransfer.causes import protocol_fault
-from kvtransfer.connection.handshake import MAPPED as MAPPED
-from kvtransfer.connection.handshake import NCCL, NIXL, Hello, LocalRank
+from kvtransfer.connection.handshake import MAPPED, NCCL, NIXL, Hello, LocalRank
 from kvtransfer.connection.stream import FrameStream
 from kvtransfer.connection.tls import Wire
 from kvtransfer.control import Peer

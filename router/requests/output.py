@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from router.texts.detokenizer import Detokenizer, StopStrings, TokenDecoder
-from tandem.engine.api import TokenLogprob
 from tandem.errors import TandemError
-from tandem.request import FinishReason
+from tandem.request import FinishReason, TokenLogprob
 from tandem.v1 import inference_pb2, worker_pb2
 
 MAX_UNREAD_PIECES = 1024

@@ -22,8 +22,7 @@ from tandem.images import ExpandedPrompt, PromptImage
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import NO_TIER, TierCounts
-from tandem.request import FinishReason, SamplingParams
-from tandem.sampling.sampler import TokenLogprob
+from tandem.request import FinishReason, SamplingParams, TokenLogprob
 from tandem.scheduler.plan import ExportRange
 
 
@@ -333,29 +332,3 @@ class Engine(Protocol):
     def take_cache_events(self) -> list[CacheEvent]:
         """What has become findable in the prefix cache, or stopped being so, since the last call."""
         ...
-
-
-__all__ = [
-    "AdapterFiles",
-    "BlockCounts",
-    "CacheEvent",
-    "Capability",
-    "Engine",
-    "EngineLoad",
-    "EngineRequest",
-    "ExportRange",
-    "KvExporter",
-    "PromptScores",
-    "Proposals",
-    "RequestEnd",
-    "Reservation",
-    "ScoredToken",
-    "StepResult",
-    "StepWork",
-    "TextEngine",
-    "TierCounts",
-    "TokenLogprob",
-    "TokenOut",
-    "check_adapter",
-    "needed",
-]

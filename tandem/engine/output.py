@@ -18,7 +18,7 @@ from tandem.engine.device.events import record_event
 from tandem.engine.device.sampler import NOT_FINITE, UNDECIDED, DrawRows, Sampled, sample_on_device
 from tandem.engine.step import Draw, SequenceStep
 from tandem.native.library import Kernels
-from tandem.sampling.sampler import TokenLogprob
+from tandem.request import TokenLogprob
 
 Row = NDArray[np.float32]  # [vocab_size]
 _MOST_PARTS: Final = 256  # of a row of logits

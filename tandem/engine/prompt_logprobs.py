@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.api import ScoredToken
-from tandem.sampling.sampler import TokenLogprob
+from tandem.request import TokenLogprob
 
 ROWS = 64  # rows of logits in memory at a time, whatever the prompt's length
 

@@ -8,13 +8,11 @@ applies to what the previous one kept, renormalised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.request import SamplingParams
+from tandem.request import SamplingParams, TokenLogprob
 from tandem.sampling.penalties import penalised_logits
 from tandem.sampling.philox import GUMBEL_MAX, exceedance, gumbel, words_of
 from tandem.token_history import TokenHistory
@@ -29,12 +27,6 @@ _SAMPLE_OF_BEST = 4096
 # Bins of the nucleus search, which cover probabilities down to e^-32 of the best.
 _BINS = 2048
 _BINS_PER_UNIT = 64.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    token_id: int
-    logprob: float
 
 
 class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token

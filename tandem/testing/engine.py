@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.config.engine import EngineSpec
-from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
+from tandem.engine.api import EngineRequest, KvExporter, ScoredToken, StepResult
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
+from tandem.scheduler.plan import ExportRange
 
 
 class Exported:

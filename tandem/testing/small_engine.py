@@ -10,12 +10,9 @@ from pathlib import Path
 from tandem.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
 from tandem.engine.api import (
     AdapterFiles,
-    BlockCounts,
-    CacheEvent,
     Capability,
     EngineLoad,
     EngineRequest,
-    ExportRange,
     KvExporter,
     RequestEnd,
     Reservation,
@@ -26,8 +23,10 @@ from tandem.engine.api import (
 )
 from tandem.errors import ConfigError, ContextExceeded, InputError, KvExhausted, UnsupportedField
 from tandem.images import ExpandedPrompt, PromptImage
+from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
+from tandem.scheduler.plan import ExportRange
 
 VOCAB = 317
 BLOCK_TOKENS = 4

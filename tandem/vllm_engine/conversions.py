@@ -9,10 +9,10 @@ from vllm import SamplingParams as VllmSampling
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
-from tandem.engine.api import EngineRequest, PromptScores, ScoredToken, TokenLogprob
+from tandem.engine.api import EngineRequest, PromptScores, ScoredToken
 from tandem.images import PromptImage
 from tandem.kvcache.blockhash import HashKey, hash_blocks
-from tandem.request import SamplingParams
+from tandem.request import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tandem.config.engine import EngineSpec
 from tandem.config.launch import WorkerLaunch
 from tandem.config.model import ModelSpec, Role
 from tandem.config.transfer import TransferSpec
-from tandem.engine.api import ExportRange
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.models import write_tiny_llama
 from tandem.vllm_engine.launch import build_vllm_rank
 from tests.integration.conftest import forks, pair, routed, short_folder

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.engine.runner import layers_to_report
 from tandem.errors import ContextExceeded, InputError, KvExhausted
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import FinishReason, SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference

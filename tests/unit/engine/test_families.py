@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.engine.api import ExportRange
 from tandem.request import SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference

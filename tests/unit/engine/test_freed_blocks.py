@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, payload_bytes
 from tandem.engine import factory
-from tandem.engine.api import ExportRange, Reservation
+from tandem.engine.api import Reservation
 from tandem.engine.factory import Rank
 from tandem.kvcache.block_pool import BlockHold, BlockPool, Found
 from tandem.kvcache.host_tier import HostTier
 from tandem.request import SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference

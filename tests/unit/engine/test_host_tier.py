@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tandem.config.engine import EngineSpec
-from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.engine.host_pool import host_slots
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.api import ExportRange
 from tandem.engine.device.events import DONE, DeviceEvent
 from tandem.engine.factory import Rank
 from tandem.engine.layer_reports import LayerReports
 from tandem.errors import HandoffError, InternalError
 from tandem.request import SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver
 from tandem.testing.models import random_prompt
 

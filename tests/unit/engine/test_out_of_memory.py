@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.api import ExportRange
 from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
@@ -17,6 +16,7 @@ from tandem.engine.step import StepInput
 from tandem.errors import UnavailableError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
 from tandem.request import FinishReason, SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.scheduler.scheduler import Scheduler
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt

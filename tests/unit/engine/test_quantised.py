@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.engine import EngineSpec
-from tandem.engine.api import ExportRange
 from tandem.engine.attention.kernels import choose_kernels
 from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.factory import Rank
@@ -31,6 +30,7 @@ from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.native.library import GROUP
 from tandem.request import SamplingParams
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.engine import EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import Reference, write_family

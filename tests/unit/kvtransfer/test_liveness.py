@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
-from kvtransfer.link.liveness import HEARTBEAT_S, STALL_S, LinkWatch
+from kvtransfer.link.liveness import HEARTBEAT_S, LinkWatch
+from kvtransfer.transports.protocol import STALL_S
 from kvtransfer.transports.threads import HANG_GRACE_S, AgentThreads, LinkThread
 from tandem.testing.models import FakeClock
 

@@ -27,8 +27,7 @@ from router.requests.raw_request import MAX_CACHE_SALT_CHARS, MAX_STOP_STRING_CH
 from router.requests.serving_model import INLINE_PROMPT_CHARS, ServingModel
 from router.texts.chat import MAX_MESSAGES, Chat, Message
 from tandem.config.router import Disaggregation, RouterSpec
-from tandem.engine.api import TokenLogprob
-from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
+from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams, TokenLogprob
 from tandem.v1 import inference_pb2
 from tests.unit.router.conftest import MODEL, Cluster
 

@@ -26,8 +26,9 @@ from kvtransfer.control import (
     Sent,
 )
 from tandem.clock import SystemClock
-from tandem.engine.api import Engine, ExportRange, StepResult
+from tandem.engine.api import Engine, StepResult
 from tandem.engine.step_work import WorkShape
+from tandem.scheduler.plan import ExportRange
 from tandem.testing.small_engine import BLOCK_TOKENS, SmallEngine, answer_of, write_shift
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from worker.agents import Agents

@@ -3,8 +3,9 @@
 import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from tandem.engine.api import BlockCounts, EngineLoad, StepResult, TokenOut
+from tandem.engine.api import EngineLoad, StepResult, TokenOut
 from tandem.errors import InputError, KvExhausted, RequestCancelled
+from tandem.kvcache.block_pool import BlockCounts
 from tandem.request import FinishReason, RequestState
 from tandem.testing.models import FakeClock
 from tandem.v1 import inference_pb2, worker_pb2

@@ -3,9 +3,9 @@
 import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from tandem.engine.api import Proposals, TokenLogprob, TokenOut
+from tandem.engine.api import Proposals, TokenOut
 from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
-from tandem.request import SamplingParams
+from tandem.request import SamplingParams, TokenLogprob
 from tandem.v1 import worker_pb2
 from worker.wire import error_frame, parse_error, parse_sampling, parse_work, sampling_frame, token_frame
 
