@@ -71,15 +71,18 @@ def _build(source: Path, target: Path) -> None:
         raise _unavailable(f"a C compiler ({', '.join(_COMPILERS)}) to build them with")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [compiler, *_FLAGS, "-o", part, str(source), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode == 0:
-            Path(part).chmod(0o755)  # other users load it in an image
-            Path(part).replace(target)
-            return
-        Path(part).unlink()
+        part = Path(name)
+        try:
+            command = [compiler, *_FLAGS, "-o", name, str(source), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            if done.returncode == 0:
+                part.chmod(0o755)  # other users load it in an image
+                part.replace(target)
+                return
+        finally:
+            part.unlink(missing_ok=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unavailable(f"a working compiler, got: {error}") from error
     lines = done.stderr.strip().splitlines()

@@ -59,3 +59,15 @@ def test_a_source_that_cannot_be_built_says_what_the_compiler_said(sources: Path
     with pytest.raises(ConfigError, match=r"to build digest\.c, got: "):
         library_path(sources / "digest.c")
     assert not list((sources.parent / "cache" / "native").glob("tmp*"))
+
+
+def test_a_compiler_that_cannot_run_leaves_nothing_behind(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = sources.parent / "bin" / "cc"
+    compiler.parent.mkdir()
+    compiler.write_text("no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    (sources / "digest.c").write_text("int another;")
+    with pytest.raises(ConfigError, match="a working compiler, got: "):
+        library_path(sources / "digest.c")
+    assert not list((sources.parent / "cache" / "native").glob("tmp*"))
