@@ -30,13 +30,13 @@ from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from cluster.cli.commands.train_heads import Training, run_train_heads
 from cluster.cli.load.client import LoadRequest
-from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.checkpoint.model_store import pull
 from tandem.config.model import DEMO_MODEL
 from tandem.engine.api import StepResult
 from tandem.engine.factory import Rank
 from tandem.errors import InternalError
+from tandem.files import cache_dir
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.text.tokenizer import Tokenizer

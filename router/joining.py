@@ -17,10 +17,10 @@ from pathlib import Path
 import grpc
 
 from tandem.backoff import Backoff
-from tandem.checkpoint.cache import cache_dir
 from tandem.config.launch import ROUTER_ID, RouterLaunch, ServedModel
 from tandem.config.security import TlsSpec
 from tandem.errors import ConfigError, IncompatibleVersions
+from tandem.files import cache_dir
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
 from tandem.rpc.identity import Identity

@@ -1,4 +1,4 @@
-"""Files that are replaced whole."""
+"""Files that are replaced whole, and the folder for files that can be made again."""
 
 from __future__ import annotations
 
@@ -45,3 +45,17 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def existing(path: Path) -> Path:
+    """The path, or its nearest parent that exists: its disk is the one that the path will be on."""
+    return path if path.exists() else existing(path.parent)
+
+
+def cache_dir() -> Path:
+    """The folder for models, compiled kernels and other artefacts that Tandem can recreate: `TANDEM_CACHE`, or `tandem`
+    in the user's cache folder."""
+    own = os.environ.get("TANDEM_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"

@@ -14,6 +14,7 @@ from tandem.config.model import Role
 from tandem.config.spec import ClusterSpec
 from tandem.config.transfer import TransportKind
 from tandem.errors import ConfigError
+from tandem.files import existing
 from tandem.text.words import plural
 
 LEAST_FILES = 512  # of one process: its sockets, logs and libraries, and a few hundred connections
@@ -46,7 +47,7 @@ def check_disks() -> str:
     """Returns the free room in the folders for logs and for sockets. Raises ConfigError for one that is full."""
     found = []
     for folder, name in ((state_file.state_dir(), "XDG_STATE_HOME"), (private_base(), "XDG_RUNTIME_DIR")):
-        free = shutil.disk_usage(_existing(folder)).free
+        free = shutil.disk_usage(existing(folder)).free
         if free < LEAST_FREE_BYTES:
             raise ConfigError(
                 f"{name}: expected at least {LEAST_FREE_BYTES >> 20} MiB free in {folder}, got {free >> 20}: free "
@@ -80,9 +81,3 @@ def _ranks_with_collectives(spec: ClusterSpec) -> int:
     joins_workers = spec.transfer.transport is TransportKind.NCCL
     pools = [(model.pool(role), model.engine_of(role)) for model in spec.models for role in Role]
     return sum(p.workers * p.tp for p, engine in pools if engine.on_gpu and (p.tp > 1 or joins_workers))
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder

@@ -13,13 +13,12 @@ from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError, safe_open
 
-from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.json_fields import JsonFields
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.model import AdapterSpec
 from tandem.errors import CheckpointError, ConfigError
-from tandem.files import sync_file, sync_folder
+from tandem.files import cache_dir, sync_file, sync_folder
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _CHUNK_BYTES = 1 << 20

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from tandem.errors import InsufficientMemory
+from tandem.files import existing
 
 
 def check_room(folder: Path, model: str, needed_bytes: int, volume_bytes: int | None = None) -> None:
@@ -14,7 +15,7 @@ def check_room(folder: Path, model: str, needed_bytes: int, volume_bytes: int | 
     `volume_bytes`: what the volume with `folder` may hold if its file system does not say so, such as a Kubernetes
     emptyDir with a size limit, whose pod is evicted beyond it.
     """
-    free, remedy = shutil.disk_usage(_existing(folder)).free, "free some space or set TANDEM_CACHE to another folder"
+    free, remedy = shutil.disk_usage(existing(folder)).free, "free some space or set TANDEM_CACHE to another folder"
     if volume_bytes is not None and (left := max(0, volume_bytes - _used_bytes(folder))) < free:
         free, remedy = left, f"the volume has {_size(volume_bytes)}: make it larger (the chart's models.emptyDirSize)"
     if needed_bytes > free:
@@ -22,10 +23,6 @@ def check_room(folder: Path, model: str, needed_bytes: int, volume_bytes: int | 
             f"model: expected {_size(needed_bytes)} free in {folder} for {model}, got {_size(free)}; {remedy}",
             field="model",
         )
-
-
-def _existing(folder: Path) -> Path:
-    return folder if folder.exists() else _existing(folder.parent)
 
 
 def _used_bytes(folder: Path) -> int:

@@ -17,11 +17,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
-from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.disk_room import check_room
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.model import DEMO_MODEL
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
+from tandem.files import cache_dir
 
 Progress = Callable[[str], None]
 

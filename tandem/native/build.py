@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from tandem.checkpoint.cache import cache_dir
 from tandem.errors import ConfigError
+from tandem.files import cache_dir
 
 _FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-mf16c", "-std=gnu11", "-pthread", "-shared", "-fPIC")
 _COMPILERS: Final = ("cc", "gcc", "clang")

@@ -26,7 +26,7 @@ import psutil
 import yaml
 
 from cluster.backends import embedded_redis
-from tandem.checkpoint.cache import cache_dir
+from tandem.files import cache_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_IP, VALKEY_IP = "10.77.0.1", "10.77.0.3"

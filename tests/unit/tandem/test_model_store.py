@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from tandem.checkpoint import model_store
-from tandem.checkpoint.cache import cache_dir
 from tandem.checkpoint.model_store import pull, resolve
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
+from tandem.files import cache_dir
 from tandem.testing.models import write_tiny_llama
 from tests.model_hub import ModelHub, model_hub
 
