@@ -14,12 +14,24 @@ from rich.text import Text
 UNLIMITED = 10_000  # columns
 FOLDED = 20  # width of a folded column before other columns are dropped
 
+STATE_STYLES = {
+    "ready": "green", "healthy": "green", "finished": "green", "suspect": "yellow", "probation": "yellow",
+    "starting": "yellow", "restarting": "yellow", "not_ready": "yellow", "connecting": "yellow", "rejected": "yellow",
+    "draining": "yellow", "leaving": "yellow", "cancelled": "dim", "ejected": "red", "failed": "red",
+    "unreachable": "red", "link_lost": "red", "down": "red", "refused": "red",
+}  # fmt: skip
+
 _WIDE = Console(width=UNLIMITED)
 
 
 def console() -> Console:
     """The console for stdout."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else UNLIMITED)
+
+
+def style_of(state: str, unknown: str = "cyan") -> str:
+    """Of the state or health of a worker, router, link or request."""
+    return STATE_STYLES.get(state, unknown)
 
 
 def fitted(

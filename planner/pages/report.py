@@ -17,7 +17,7 @@ from planner.search.roofline import RooflineChart
 from planner.search.schedule import Schedule
 from planner.search.trials import RESAMPLES
 from tandem.config.model import Role
-from tandem.text.words import plural
+from tandem.text.words import plural, seconds
 from tandem.version import tandem_version
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
@@ -304,15 +304,9 @@ def _table(plan: Plan) -> str:
         (
             escape(str(each.layout)), str(each.layout.devices), f"{plan.per_hour(each.layout):.2f}",
             str(plan.deployed(each.layout)), f"{each.joint:.1%}", f"{each.goodput_per_s:.2f}",
-            _seconds(each.ttft_p90_s), _seconds(each.tpot_p90_s), f"{each.busy:.0%}",
+            seconds(each.ttft_p90_s), seconds(each.tpot_p90_s), f"{each.busy:.0%}",
         )
         for each in plan.finalists
     ]  # fmt: skip
     cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{cells}</table>"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"

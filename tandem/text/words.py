@@ -1,6 +1,8 @@
-"""Formats counts, sizes and workers' names for people."""
+"""Formats counts, sizes, durations and workers' names for people."""
 
 from __future__ import annotations
+
+import math
 
 _ROLES = ("prefill", "decode")
 
@@ -35,3 +37,10 @@ def size(count_bytes: float | None) -> str:
         if count_bytes >= scale:
             return f"{count_bytes / scale:.{0 if count_bytes >= 100 * scale else 1}f} {unit}"
     return f"{count_bytes:.0f} B"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in milliseconds or, from 1 s on, in seconds."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"

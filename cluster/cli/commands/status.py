@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.cli.admin_client import Admin, fetch_status, find_admin
-from cluster.cli.console import console, fitted
+from cluster.cli.console import console, fitted, style_of
 from cluster.cli.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
 from router.policies.types import PlacementReason
@@ -29,8 +29,6 @@ from worker.wire import lacks
 
 ROUTERS_TIMEOUT_S = 3.0
 SHOWN_DECISIONS = 5
-STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
-HEALTH_STYLES = {"healthy": "green", "probation": "yellow", "suspect": "yellow"}
 COLUMNS = (
     "worker", "role", "state", "health", "epoch", "restarts", "tp", "free", "cached", "leased", "in use", "total",
     "running",
@@ -225,7 +223,7 @@ def show(
 ) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
     for router in status.routers:
-        state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]{', joined' if router.has_joined else ''}"
+        state = f"[{style_of(router.state, 'red')}]{router.state}[/]{', joined' if router.has_joined else ''}"
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
@@ -299,8 +297,8 @@ def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
     return [
         info.worker_id,
         ROLE_OF[info.role],
-        Text(worker.state, STYLES.get(worker.state, "red")),
-        Text(known, HEALTH_STYLES.get(known, "red")) if known else "–",
+        Text(worker.state, style_of(worker.state, "red")),
+        Text(known, style_of(known, "red")) if known else "–",
         *map(str, figures),
     ]
 

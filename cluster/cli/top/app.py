@@ -14,7 +14,7 @@ from textual.events import Resize
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from cluster.cli.top.frame import TopFrame
-from cluster.cli.top.overview import overview, style_of
+from cluster.cli.top.overview import cell, overview
 from cluster.cli.top.request_screen import RequestScreen, TraceSource
 from cluster.cli.top.tables import EVENTS, FLOWS, REQUESTS, WORKERS, Column, Item, Order, arranged
 from tandem.errors import TandemError
@@ -50,16 +50,10 @@ class Page(Generic[Item]):
             arrow = "" if number != self.order.column else " ▼" if self.order.descending else " ▲"
             table.add_column(Text(column.title + arrow, justify=column.justify))
         for item in arranged(self.items, self.columns, filter_text, self.order):
-            table.add_row(*(_cell(column, item) for column in self.columns))
+            table.add_row(*(cell(column, item) for column in self.columns))
         if table.row_count:
             table.move_cursor(row=min(row, table.row_count - 1), animate=False, scroll=False)
         table.scroll_to(scroll_x, scroll_y, animate=False)
-
-
-def _cell(column: Column[Item], item: Item) -> Text:
-    text = column.text(item)
-    style = style_of(text.replace(" ", "_")) if column.title in ("state", "health") else ""
-    return Text(text, style=style, justify=column.justify)
 
 
 class TopApp(App[None]):

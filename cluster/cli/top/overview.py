@@ -8,18 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.console import fitted
+from cluster.cli.console import fitted, style_of
 from cluster.cli.top.frame import RouterAnswer, TopFrame
 from cluster.cli.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds
 from router.dashboard.snapshot import LatencyPercentiles, QueueRow, WorkerRow
 from tandem.text.words import size
 
-STYLES = {
-    "ready": "green", "healthy": "green", "finished": "green", "suspect": "yellow", "probation": "yellow",
-    "starting": "yellow", "restarting": "yellow", "not_ready": "yellow", "connecting": "yellow", "rejected": "yellow",
-    "cancelled": "dim", "ejected": "red", "failed": "red", "unreachable": "red", "link_lost": "red", "down": "red",
-    "refused": "red", "leaving": "yellow",
-}  # fmt: skip
 NARROW = 100  # columns; narrower terminals get shorter bars
 _WORKERS = ("worker", "role", "state", "health", "running", "waiting", "reserved", "pace")
 # Columns that a narrow terminal drops, in this order.
@@ -30,10 +24,6 @@ _SPARE_FLOWS = (
 )  # fmt: skip
 _SPARE_REQUESTS = ("received", "cached", "KV", "path", "total", "TTFT", "prompt", "output", "state")
 _BARS = " ▁▂▃▄▅▆▇█"
-
-
-def style_of(state: str) -> str:
-    return STYLES.get(state, "cyan")
 
 
 def overview(frame: TopFrame, width: int, height: int) -> RenderableType:
@@ -136,7 +126,7 @@ def _queues(queues: Sequence[QueueRow]) -> Text:
 def _workers(workers: Sequence[WorkerRow], width: int) -> Table:
     columns = [column for column in WORKERS if column.title in _WORKERS]
     bar = max(8, min(40, width - 62 if width < NARROW else width - 86))
-    rows = [[*(_cell(column, worker) for column in columns), block_bar(worker, bar)] for worker in workers]
+    rows = [[*(cell(column, worker) for column in columns), block_bar(worker, bar)] for worker in workers]
     left = [column.title for column in columns if column.justify == "left"]
     titles = [column.title for column in columns]
     return fitted(
@@ -145,12 +135,12 @@ def _workers(workers: Sequence[WorkerRow], width: int) -> Table:
 
 
 def _plain(items: Sequence[Item], columns: Sequence[Column[Item]], spare: Sequence[str], width: int) -> Table:
-    rows = [[_cell(column, item) for column in columns] for item in items]
+    rows = [[cell(column, item) for column in columns] for item in items]
     left = [column.title for column in columns if column.justify == "left"]
     return fitted(width, [column.title for column in columns], rows, left=left, spare=spare, header_style="dim")
 
 
-def _cell(column: Column[Item], item: Item) -> Text:
+def cell(column: Column[Item], item: Item) -> Text:
     text = column.text(item)
-    is_state = column.title in ("state", "health")
-    return Text(text, style=style_of(text.replace(" ", "_")) if is_state else "")
+    style = style_of(text.replace(" ", "_")) if column.title in ("state", "health") else ""
+    return Text(text, style=style, justify=column.justify)

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from cluster.cli.admin_client import find_routed, refuse_cluster_beside
 from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
-from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
+from cluster.cli.commands.planning.simulate import latencies, outcome_lines
 from cluster.cli.load.client import LoadClient
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
@@ -24,6 +24,7 @@ from cluster.interruptible import run_interruptible
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError, TandemError
+from tandem.text.words import seconds
 
 APIS = ("tandem", "completions", "chat")
 DEFAULT_VOCAB = 32_000  # most vocabularies are larger

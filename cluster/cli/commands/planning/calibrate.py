@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.commands.planning.inputs import SYNTHETIC, HardwareFlags, TrafficFlags, check_writable, describe_cost
-from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation, seconds
+from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation
 from cluster.cli.console import console
 from planner.calibration.calibrate import Corrected, calibrate
 from planner.calibration.file import Calibration, Figure, HeldOut, write_calibration
@@ -20,6 +20,7 @@ from planner.hardware import cost_digest
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import InputError
+from tandem.text.words import seconds
 
 
 @dataclass(frozen=True, slots=True)

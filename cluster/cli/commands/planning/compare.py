@@ -11,12 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.commands.planning.simulate import seconds
 from planner.compare import MetricRow, Unit, compared, doubts, is_result
 from planner.pages.changes_page import changes_page
 from planner.search.plan_changes import PlanChanges, is_plan
 from tandem.errors import InputError
-from tandem.text.words import size
+from tandem.text.words import seconds, size
 
 MAX_BYTES = 16 << 20
 

@@ -28,7 +28,6 @@ from cluster.cli.commands.planning.inputs import (
     load_traffic,
     reach_of,
 )
-from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import RoleHardware
 from planner.pages.report import html_report
@@ -48,7 +47,7 @@ from planner.traces.context import check_context
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError
-from tandem.text.words import plural
+from tandem.text.words import plural, seconds
 
 UNSATISFIABLE = 3  # exit code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from tandem.config.model import Role
 from tandem.config.router import RouterSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
-from tandem.text.words import plural
+from tandem.text.words import plural, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +231,3 @@ def outcome_lines(result: Outcome) -> list[str]:
         met = ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
         lines.append(f"objectives met: {met}; goodput {result.goodput_per_s:.2f} requests/s")
     return lines
-
-
-def seconds(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "–"
-    if value < 1:
-        return f"{value * 1000:.1f} ms"
-    return f"{value:.2f} s"
