@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tandem.config.engine import EngineSpec
-from tandem.engine.memory import is_out_of_memory
+from tandem.engine.allocation_failures import is_out_of_memory
 from tandem.engine.step import Draw, Penalties, SequenceStep, StepInput
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import blocks_for

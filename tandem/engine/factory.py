@@ -12,6 +12,7 @@ import torch
 
 from tandem.checkpoint.model_config import ModelConfig, embeds_by_last_token
 from tandem.config.engine import EngineSpec
+from tandem.engine.allocation_failures import is_out_of_memory, leaves_device_unusable, lost_for_memory
 from tandem.engine.api import Capability, KvExporter
 from tandem.engine.attention.kernels import choose_kernels, choose_matrices
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
@@ -24,13 +25,12 @@ from tandem.engine.drafts.drafter import Drafter
 from tandem.engine.engine import TandemEngine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kv_pool import DTYPES, KvPool, block_layout, pool_layout
-from tandem.engine.memory import is_out_of_memory, leaves_device_unusable
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, StepInput
 from tandem.engine.step_work import WorkShape
 from tandem.engine.tp_group import TpGroup
-from tandem.errors import ConfigError, TandemError, WorkerLost
+from tandem.errors import ConfigError, TandemError
 from tandem.grammar.compiler import GrammarCompiler
 from tandem.grammar.masks import Grammars
 from tandem.kvcache.block_pool import BlockPool
@@ -101,7 +101,7 @@ class Rank:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise WorkerLost(f"a step ran out of memory: {str(error).splitlines()[0]}") from error
+                raise lost_for_memory(error) from error
             if leaves_device_unusable(error, on_device=self.runner.samples_on_device):
                 raise
             group.check_failed_alike()

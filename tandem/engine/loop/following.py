@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from tandem.engine.allocation_failures import is_out_of_memory, leaves_device_unusable, lost_for_memory
 from tandem.engine.loop.flight import Flight, first_samples
-from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, lost_for_memory
 from tandem.engine.output import DeviceChoice
 from tandem.errors import RequestFailed, TandemError
 from tandem.grammar.compiler import Allowed

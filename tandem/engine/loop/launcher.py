@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from tandem.engine.allocation_failures import is_out_of_memory, leaves_device_unusable, lost_for_memory, return_unused
 from tandem.engine.loop.flight import Flight
 from tandem.engine.loop.following import prepare_masks
-from tandem.engine.memory import is_out_of_memory, leaves_device_unusable, lost_for_memory, return_unused
 from tandem.engine.output import Launched
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Drafted, SequenceStep, StepInput
