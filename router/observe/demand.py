@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from router.observe.slo import SloOutcome, slo_outcome
 from router.policies.pace import Pace
@@ -87,10 +88,4 @@ class DemandMeter:
 
 
 def _mean(paces: Sequence[Pace]) -> trace_pb2.Pace:
-    count = len(paces)
-    return trace_pb2.Pace(
-        prefill_s_per_token=sum(each.prefill_s_per_token for each in paces) / count,
-        reserve_s=sum(each.reserve_s for each in paces) / count,
-        transfer_s_per_token=sum(each.transfer_s_per_token for each in paces) / count,
-        tpot_s=[sum(at_size) / count for at_size in zip(*(each.tpot_s for each in paces), strict=True)],
-    )
+    return trace_pb2.Pace(**asdict(Pace.mean(paces)))

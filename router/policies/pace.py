@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Until something is measured, all workers are equal, with the ratios of a mid-sized GPU.
@@ -35,6 +36,17 @@ class Pace:
         if power == len(BATCH_SIZES) - 1:
             return self.tpot_s[-1] * batch_shape(batch) / batch_shape(BATCH_SIZES[-1])
         return self.tpot_s[power] + above * (self.tpot_s[power + 1] - self.tpot_s[power])
+
+    @classmethod
+    def mean(cls, paces: Sequence[Pace]) -> Pace:
+        """Of at least one."""
+        count = len(paces)
+        return cls(
+            prefill_s_per_token=sum(each.prefill_s_per_token for each in paces) / count,
+            reserve_s=sum(each.reserve_s for each in paces) / count,
+            transfer_s_per_token=sum(each.transfer_s_per_token for each in paces) / count,
+            tpot_s=tuple(sum(at_size) / count for at_size in zip(*(each.tpot_s for each in paces), strict=True)),
+        )
 
     @staticmethod
     def place(batch: int) -> tuple[int, float]:

@@ -113,12 +113,9 @@ class ObservedLoad:
 
 def _mean(paces: Sequence[trace_pb2.Pace]) -> Pace | None:
     """None if there is no pace with this version's batch sizes."""
-    fitting = [each for each in paces if len(each.tpot_s) == len(BATCH_SIZES) and each.prefill_s_per_token > 0]
-    if not (count := len(fitting)):
-        return None
-    return Pace(
-        prefill_s_per_token=sum(each.prefill_s_per_token for each in fitting) / count,
-        reserve_s=sum(each.reserve_s for each in fitting) / count,
-        transfer_s_per_token=sum(each.transfer_s_per_token for each in fitting) / count,
-        tpot_s=tuple(sum(at_size) / count for at_size in zip(*(each.tpot_s for each in fitting), strict=True)),
-    )
+    fitting = [
+        Pace(each.prefill_s_per_token, each.reserve_s, each.transfer_s_per_token, tuple(each.tpot_s))
+        for each in paces
+        if len(each.tpot_s) == len(BATCH_SIZES) and each.prefill_s_per_token > 0
+    ]
+    return Pace.mean(fitting) if fitting else None
