@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +62,43 @@ def read_request_log(path: Path, where: Sequence[Condition] = ()) -> TrafficTrac
     return builder.build(tuple(choice.notes()))
 
 
+def log_row(
+    arrival_s: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    *,
+    blocks: tuple[int, Sequence[int]] | None,
+    times_s: Mapping[str, float],
+    label: tuple[str, str],
+) -> str:
+    """A line for `read_request_log`. `blocks`: tokens of one, and the hashes. `label`: class and tenant."""
+    row: dict[str, Any] = {
+        "arrival_s": round(arrival_s, 6),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    if blocks is not None:
+        row["block_tokens"], row["block_hashes"] = blocks[0], list(blocks[1])
+    row |= {name: round(seconds, 6) for name, seconds in times_s.items()}
+    row |= {key: name for key, name in zip(("class", "tenant"), label, strict=True) if name}
+    return json.dumps(row) + "\n"
+
+
 def write_request_log(trace: TrafficTrace, path: Path) -> None:
     """Writes the format of `read_request_log`."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(trace)):
-            row: dict[str, Any] = {
-                "arrival_s": round(float(trace.arrival_s[index]), 6),
-                "prompt_tokens": int(trace.prompt_tokens[index]),
-                "output_tokens": int(trace.output_tokens[index]),
-            }
-            if trace.prefixes is not None:
-                row |= {"block_tokens": trace.prefixes.block_tokens}
-                row |= {"block_hashes": trace.prefixes.of(index).tolist()}
-            if (measured := trace.measured) is not None and not math.isnan(measured.ttft_s[index]):
-                row |= {name: round(float(getattr(measured, name)[index]), 6) for name in _MEASURED}
-            names = zip(("class", "tenant"), trace.label_of(index), strict=True)
-            file.write(json.dumps(row | {key: name for key, name in names if name}) + "\n")
+            measured, prefixes = trace.measured, trace.prefixes
+            has_times = measured is not None and not math.isnan(measured.ttft_s[index])
+            row = log_row(
+                float(trace.arrival_s[index]),
+                int(trace.prompt_tokens[index]),
+                int(trace.output_tokens[index]),
+                blocks=None if prefixes is None else (prefixes.block_tokens, prefixes.of(index).tolist()),
+                times_s={name: float(getattr(measured, name)[index]) for name in _MEASURED} if has_times else {},
+                label=trace.label_of(index),
+            )
+            file.write(row)
 
 
 def keys_of_first_line(path: Path) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import Admin, controller_at
 from cluster.interruptible import run_interruptible
+from planner.traces.jsonl import log_row
 from tandem.errors import ConfigError
 from tandem.v1 import trace_pb2
 
@@ -70,21 +70,19 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
 
 
 def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
-    """Writes one line in the format of planner.traces.jsonl."""
+    """Writes one line of a request log."""
     seen.lost += logged.lost
     if not logged.output_tokens:
         seen.unanswered += 1
         return
-    row: dict[str, object] = {
-        "arrival_s": round(logged.received_unix_s, 6),
-        "prompt_tokens": logged.prompt_tokens,
-        "output_tokens": logged.output_tokens,
-        "block_tokens": logged.block_tokens,
-        "block_hashes": list(logged.block_hashes),
-    }
-    times_s = {name: getattr(logged, name) for name in ("ttft_s", "decode_s") if logged.HasField(name)}
-    row |= {name: round(seconds, 6) for name, seconds in times_s.items()}
-    names = {"class": logged.priority, "tenant": logged.tenant}
-    file.write(json.dumps(row | {key: name for key, name in names.items() if name}) + "\n")
+    row = log_row(
+        logged.received_unix_s,
+        logged.prompt_tokens,
+        logged.output_tokens,
+        blocks=(logged.block_tokens, logged.block_hashes),
+        times_s={name: getattr(logged, name) for name in ("ttft_s", "decode_s") if logged.HasField(name)},
+        label=(logged.priority, logged.tenant),
+    )
+    file.write(row)
     file.flush()
     seen.requests += 1
