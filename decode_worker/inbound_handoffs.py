@@ -89,12 +89,11 @@ class InboundHandoffs:
     _by_engine_id: dict[str, InboundHandoff] = field(default_factory=dict)
 
     def open(
-        self, ticket_id: str, engine_id: str, *, anything_to_receive: bool, taken_up_at_s: float | None = None
+        self, ticket_id: str, engine_id: str, *, anything_to_receive: bool, taken_up_at_s: float
     ) -> InboundHandoff:
-        """`taken_up_at_s`: when work on the reservation began; None means now."""
-        now_s = self.clock.now_s()
+        """`taken_up_at_s`: when work on the reservation began."""
         pending = set(range(self.tp)) if anything_to_receive else set()
-        entry = InboundHandoff(ticket_id, engine_id, now_s if taken_up_at_s is None else taken_up_at_s, now_s, pending)
+        entry = InboundHandoff(ticket_id, engine_id, taken_up_at_s, self.clock.now_s(), pending)
         self._by_ticket[ticket_id] = entry
         self._by_engine_id[engine_id] = entry
         if not pending:

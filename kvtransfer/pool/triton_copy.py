@@ -26,9 +26,8 @@ WARPS = 4
 class TritonCopier:
     """`PieceCopier` for GPUs."""
 
-    def __init__(self, device: torch.device, *, tile_words: int = TILE_WORDS, warps: int = WARPS) -> None:
+    def __init__(self, device: torch.device, *, tile_words: int = TILE_WORDS) -> None:
         self._tile_words = tile_words
-        self._warps = warps
         self._slots = Slots(device)
 
     def launch(self, read: Place, write: Place | None, keys: DigestKeys | None) -> Slot:
@@ -63,7 +62,7 @@ class TritonCopier:
             rows, planes, span.head_count, count - 1, span.last_block_tokens,
             *_rows_of(read), *_rows_of(write),
             row_words=row_words, token_words=token_words, width=width, height=height,
-            copies=copies, digests=keys is not None, num_warps=self._warps,
+            copies=copies, digests=keys is not None, num_warps=WARPS,
         )  # fmt: skip
         return read, write, word_keys, row_keys
 

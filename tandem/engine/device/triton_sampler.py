@@ -33,7 +33,7 @@ _MOST_ROUNDS: Final = 8
 _KEPT_OF_EQUALS: Final = 0.95  # a usual share of the mass, of values equal to the last that top-k keeps
 
 
-def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int = BLOCK, warps: int = WARPS) -> Tensor:
+def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int = BLOCK) -> Tensor:
     """`DrawRows` for GPUs. `block`: at least `block_of` the vocabulary."""
     rows, vocab = logits.shape
     chunks, rounds = triton.cdiv(vocab, block), _rounds(draws)
@@ -42,7 +42,7 @@ def draw_rows(draws: Sequence[Draw], columns: Tensor, logits: Tensor, block: int
         (rounds + 1, rows, _FIELDS.value * _MOST_CHUNKS + _STATE.value), dtype=torch.float64, device=logits.device
     )
     given = (logits, _limits(draws, columns, logits), columns, columns.view(torch.float64), found)
-    sizes = {"block": block, "most_chunks": _MOST_CHUNKS, "num_warps": warps}
+    sizes = {"block": block, "most_chunks": _MOST_CHUNKS, "num_warps": WARPS}
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _draw[(rows, chunks)](*given, vocab, **sizes)
         for number in range(1, rounds + 1):

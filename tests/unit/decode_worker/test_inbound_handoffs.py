@@ -23,7 +23,7 @@ def book(clock: FakeClock) -> InboundHandoffs:
 
 
 def test_joins_only_when_every_rank_received_and_the_first_token_is_known(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     book.received(0, received("t"))
     assert not entry.can_join
     book.received(1, received("t"))
@@ -36,7 +36,7 @@ def test_joins_only_when_every_rank_received_and_the_first_token_is_known(book: 
 
 
 def test_the_first_token_may_come_before_the_blocks(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     entry.first_token = 7
     book.received(0, received("t"))
     assert not entry.can_join
@@ -45,7 +45,7 @@ def test_the_first_token_may_come_before_the_blocks(book: InboundHandoffs) -> No
 
 
 def test_a_rank_that_reports_twice_counts_once(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     assert book.received(0, received("t")) is entry
     assert book.received(0, received("t")) is None
     assert entry.phase is InboundPhase.EXPECTING
@@ -53,14 +53,14 @@ def test_a_rank_that_reports_twice_counts_once(book: InboundHandoffs) -> None:
 
 
 def test_a_fully_cached_prompt_waits_for_nothing_but_its_first_token(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=False)
+    entry = book.open("t", "1:r", anything_to_receive=False, taken_up_at_s=0.0)
     assert entry.phase is InboundPhase.VERIFIED
     entry.first_token = 1
     assert entry.can_join
 
 
 def test_blocks_are_freed_only_when_every_rank_closed(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     book.received(0, received("t"))
     assert book.start_closing(entry)
     assert not book.start_closing(entry)
@@ -70,7 +70,7 @@ def test_blocks_are_freed_only_when_every_rank_closed(book: InboundHandoffs) -> 
 
 
 def test_nothing_that_is_closing_can_be_received_or_joined(book: InboundHandoffs) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     book.start_closing(entry)
     assert book.received(0, received("t")) is None
     entry.first_token = 7
@@ -79,7 +79,7 @@ def test_nothing_that_is_closing_can_be_received_or_joined(book: InboundHandoffs
 
 
 def test_a_first_token_that_never_comes_makes_the_handoff_late(book: InboundHandoffs, clock: FakeClock) -> None:
-    entry = book.open("t", "1:r", anything_to_receive=True)
+    entry = book.open("t", "1:r", anything_to_receive=True, taken_up_at_s=0.0)
     clock.advance(100.0)
     assert book.late() == []  # while blocks are expected the agents watch the time
     book.received(0, received("t"))
