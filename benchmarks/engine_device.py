@@ -29,10 +29,9 @@ from benchmarks.handoff_figures import Figure
 from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank, build_rank
 from tandem.request import SamplingParams
-from tandem.testing.engine import NoExport, make_request
+from tandem.testing.engine import EagerRecorder, NoExport, make_request
 from tandem.testing.models import random_prompt
 
 

@@ -151,12 +151,6 @@ class RooflineCostModel:
             return 0.0
         return num_bytes / (self.link.efficiency * self.link.bytes_per_s) + self.link.latency_s
 
-    def hiding_bytes_per_s(self, tokens: int) -> float:
-        """The link rate at which a layer-wise transfer of `tokens` tokens takes as long as their prefill."""
-        _require_count("tokens", tokens)
-        seconds = self.prefill_s(tokens, 0)
-        return tokens * self.model.kv_token_bytes / seconds if seconds else 0.0
-
     def _all_reduce_s(self, tokens: int) -> float:
         """Ring all-reduces of the hidden states: 2(t - 1)/t of them cross each rank's link (Patarasuk, Yuan 2009)."""
         if self.tp == 1 or self.fabric is None:

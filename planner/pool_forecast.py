@@ -126,7 +126,6 @@ class Forecast:
     ttft_tail_s: float
     tpot_s: float
     fill: float  # share of the decode workers' places that is needed; above 1 requests wait for a place
-    prefill_utilisation: float  # of the busier pool; above 1 a backlog grows
 
 
 def forecasts(sizes: PoolSizes, load: ModelLoad, capability: Capability) -> list[Forecast]:
@@ -162,7 +161,6 @@ def forecast(sizes: PoolSizes, load: ModelLoad, capability: Capability, local: f
         ttft_tail_s=max(queue.tail_s for _, queue in pools),
         tpot_s=tpot_s,
         fill=fill,
-        prefill_utilisation=max(queue.utilisation for _, queue in pools),
     )
 
 

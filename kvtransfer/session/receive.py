@@ -277,11 +277,6 @@ class ReceiveSession:
         """Whether the session has ended and may be forgotten. A later close is answered at once."""
         return self.state in (ReceiveState.RECEIVED, ReceiveState.FAILED, ReceiveState.CLOSED)
 
-    @property
-    def missing_cells(self) -> int:
-        """Number of (block, layer, head) cells that have not arrived."""
-        return self._missing
-
     # --- internals ---------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:

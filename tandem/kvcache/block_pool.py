@@ -29,13 +29,6 @@ class BlockHold(StrEnum):
     LEASE = "lease"
 
 
-class BlockState(StrEnum):
-    FREE = "free"
-    CACHED = "cached"
-    LEASED = "leased"
-    IN_USE = "in_use"
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
     """Number of blocks in each state."""
@@ -167,13 +160,6 @@ class BlockPool:
         events = [CacheEvent(stored, tuple(hashes)) for stored, hashes in self._events]
         self._events = []
         return events
-
-    def state_of(self, block: int) -> BlockState:
-        if self._uses[block]:
-            return BlockState.IN_USE
-        if self._leases[block]:
-            return BlockState.LEASED
-        return BlockState.CACHED if self._hash[block] is not None else BlockState.FREE
 
     # --- state changes; optimised, because the simulator runs them most often ------------------------------------
 

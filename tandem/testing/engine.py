@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,6 +29,13 @@ class Exported:
 
     def layer_done(self, layer: int) -> None:
         """Does nothing."""
+
+
+class EagerRecorder:
+    """A `GraphRecorder` that records nothing: each replay runs the work again. For devices without graphs."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
 
 class NoExport:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.device.graph_recorder import CudaGraphRecorder, EagerRecorder, GraphRecorder
+from tandem.engine.device.graph_recorder import CudaGraphRecorder, GraphRecorder
+from tandem.testing.engine import EagerRecorder
 from tandem.testing.models import write_tiny_llama
 
 DEVICE = torch.device(os.environ.get("TANDEM_GPU_TESTS_ON", "cuda:0"))

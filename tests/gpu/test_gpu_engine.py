@@ -15,7 +15,6 @@ import torch
 from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, available_kernels
 from tandem.engine.attention.varlen_attention import PagedKernel
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.device.sampler import sample_on_device
 from tandem.engine.device.sampler_choice import choose_draw_rows
 from tandem.engine.factory import Rank
@@ -31,7 +30,7 @@ from tandem.model.fp8 import FP8, to_fp8
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.gpu.conftest import DEVICE, NEEDS_CUDA, ON_GPU, VOCAB, make_recorder
 from tests.unit.engine.test_device_sampler import draw_of, rows_of_all_kinds

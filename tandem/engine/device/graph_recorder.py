@@ -1,4 +1,4 @@
-"""Recorders of decode steps: CUDA graphs on a GPU, plain repetition on other devices."""
+"""Recorders of decode steps: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ class GraphRecorder(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Returns a function that repeats `work` on the same tensors. May call `work` any number of times, or never."""
         ...
-
-
-class EagerRecorder:
-    """Records nothing: each replay runs the work again. For devices without graphs."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
 
 
 class CudaGraphRecorder:

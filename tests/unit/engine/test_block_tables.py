@@ -11,12 +11,11 @@ import pytest
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.block_tables import check_blocks
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.errors import InternalError
 from tandem.kvcache.host_tier import BlockCopies
-from tandem.testing.engine import single_rank
+from tandem.testing.engine import EagerRecorder, single_rank
 
 
 @pytest.mark.parametrize("blocks", [[], [0], [[0, 3], [2, 1]]])

@@ -15,14 +15,13 @@ import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.errors import InputError, RequestFailed
 from tandem.grammar import compiler, masks
 from tandem.grammar.compiler import Matcher
 from tandem.grammar.constraint import choice, json_schema, lark, regex
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 from tests.conftest import Reference

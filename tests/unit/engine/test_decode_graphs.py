@@ -21,12 +21,11 @@ from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import batch_sizes
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.output import best_of, best_of_any, launched
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, NoExport, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, NoExport, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import write_family
 
@@ -221,11 +220,10 @@ FOLLOW = """
 import sys
 from pathlib import Path
 from tandem.config.engine import EngineSpec
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import build_rank
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.testing.engine import NoExport
+from tandem.testing.engine import EagerRecorder, NoExport
 
 model_dir, rendezvous, spec = sys.argv[1:]
 build_rank(

@@ -15,13 +15,12 @@ from tandem.config.engine import EngineSpec
 from tandem.engine.allocation_failures import is_out_of_memory
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.device_memory import UNTRACKED_BYTES, kv_budget, largest_steps, measured_budget
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import InsufficientMemory
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, NoExport
+from tandem.testing.engine import EagerRecorder, EngineDriver, NoExport
 from tandem.testing.models import random_prompt
 from tests.conftest import Reference
 

@@ -15,14 +15,13 @@ from safetensors.torch import load_file, save_file
 from tandem.config.engine import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.loop.flight import Flight
 from tandem.engine.step import Drafted
 from tandem.errors import CheckpointError, ConfigError
 from tandem.grammar.constraint import regex
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing.engine import EngineDriver, Exported, answer_that_moves, make_request, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, Exported, answer_that_moves, make_request, single_rank
 from tandem.testing.models import random_prompt, write_tiny_eagle, write_tiny_llama
 from tests.conftest import Reference
 

@@ -16,11 +16,10 @@ from transformers import AutoModel
 from tandem.engine.api import Capability
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.errors import InputError
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300

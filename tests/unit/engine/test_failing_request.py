@@ -9,7 +9,6 @@ import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.engine import TandemEngine
 from tandem.engine.factory import Rank
 from tandem.engine.output import Launched
@@ -21,7 +20,7 @@ from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 from tandem.scheduler.sequence_blocks import SequenceBlocks
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 from tandem.token_history import TokenHistory
 from tests.conftest import Reference

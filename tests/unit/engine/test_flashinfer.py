@@ -22,12 +22,11 @@ from torch import Tensor
 
 from tandem.engine.attention.paged_check import kernel_error, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 from tests.conftest import write_family
 

@@ -20,14 +20,13 @@ from tandem.engine.attention import paged_kernels
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.attention.varlen_attention import PagedKernel, StepRows
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
 from tandem.model.experts import SeparateExperts, SparseMlp, StackedExperts
 from tandem.model.matrices import Dense
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 from tests.conftest import write_family
 

@@ -15,14 +15,13 @@ import pytest
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.device import sampler as device_sampler
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.engine import TandemEngine
 from tandem.engine.output import Launched, StepOutput
 from tandem.engine.step import StepInput
 from tandem.errors import InternalError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.request import SamplingParams
-from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, single_rank
 from tandem.testing.models import random_prompt
 
 VOCAB = 300

@@ -11,11 +11,10 @@ import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.device.graph_recorder import EagerRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.step import Drafted, SequenceStep
 from tandem.speculation.proposers import Verified
-from tandem.testing.engine import EngineDriver, Exported, answer_that_moves, make_request, single_rank
+from tandem.testing.engine import EagerRecorder, EngineDriver, Exported, answer_that_moves, make_request, single_rank
 from tests.unit.engine.test_drafts import GREEDY, KINDS, OPTIONS, VOCAB, prompt, run, write_medusa
 
 HEADS, BRANCHES = 5, 6

@@ -47,9 +47,10 @@ def test_its_kv_cache_crosses_nvlink_in_1_19_ms_and_400_gbit_in_10_7_ms() -> Non
 
 
 def test_a_transfer_over_a_link_that_hides_it_ends_with_the_prefill() -> None:
-    hiding = LinkShape(bytes_per_s=ROOFLINE.hiding_bytes_per_s(4096))
+    num_bytes = int(4096 * LLAMA_3_8B.kv_token_bytes)
+    hiding = LinkShape(bytes_per_s=num_bytes / ROOFLINE.prefill_s(4096, 0))
     model = replace(ROOFLINE, link=hiding)
-    assert model.transfer_s(int(4096 * LLAMA_3_8B.kv_token_bytes)) == pytest.approx(model.prefill_s(4096, 0))
+    assert model.transfer_s(num_bytes) == pytest.approx(model.prefill_s(4096, 0))
 
 
 def test_small_decode_batches_are_bound_by_reading_the_weights() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from cluster.cli.commands.planning.bench import BenchFlags, bench_against, find_target
-from cluster.cli.commands.planning.compare import read_result
+from cluster.cli.commands.planning.compare import run_compare
 from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from planner.compare import compared, doubts
 from planner.simulator.setup import Slo
@@ -29,7 +30,7 @@ async def test_every_api_gives_the_same_report(cluster: Cluster, tmp_path: Path,
     flags = BenchFlags(TRAFFIC, Slo(10.0, 1.0), api, url, model=MODEL, vocab=vocab, salt=1, output=output)
     assert await bench_against(flags, find_target(flags), load_traffic(TRAFFIC)) == 0
     await cluster.settled()
-    result = read_result(output)
+    result = json.loads(output.read_text())
     assert (result["finished"], result["failed"], result["complete"]) == (12, 0, True)
     assert result["attainment"]["joint"] == 1.0
     assert result["output_tokens_per_s"] > 0
@@ -75,4 +76,4 @@ def test_what_is_no_result_cannot_be_compared(tmp_path: Path) -> None:
     for text in ("[]", "{", '{"ttft_s": 1}'):
         wrong.write_text(text)
         with pytest.raises(InputError, match="tandem bench --json"):
-            read_result(wrong)
+            run_compare(wrong, wrong, as_json=True, report=None)

@@ -81,13 +81,6 @@ def _values(line: MetricRow) -> tuple[str, str]:
     return metric_value(line.a, line.unit), metric_value(line.b, line.unit)
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """Raises InputError."""
-    found = _read(path)
-    _check(path, found)
-    return found
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Raises InputError."""
     try:
