@@ -163,11 +163,24 @@ class RooflineCostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstrainedCostModel:
+class _OtherSteps:
+    """A cost model whose steps take other times than those of `base`."""
+
+    base: CostModel
+
+    @property
+    def fit_error(self) -> float | None:
+        return self.base.fit_error
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return self.base.transfer_s(num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedCostModel(_OtherSteps):
     """The steps of `base` with masks: a `share` of the rows that are sampled has a grammar, and each of them adds
     `mask_s_per_row`, the part of finding and applying its mask that the model's own work does not hide."""
 
-    base: CostModel
     share: float
     mask_s_per_row: float
 
@@ -177,10 +190,6 @@ class ConstrainedCostModel:
             raise ConfigError(
                 f"mask_s_per_row: expected at least 0, got {self.mask_s_per_row:g}", field="mask_s_per_row"
             )
-
-    @property
-    def fit_error(self) -> float | None:
-        return self.base.fit_error
 
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
@@ -192,20 +201,12 @@ class ConstrainedCostModel:
         masks_s = self.share * (batch + len(prefills)) * self.mask_s_per_row
         return self.base.step_s(prefills, batch, context_tokens) + masks_s
 
-    def transfer_s(self, num_bytes: int) -> float:
-        return self.base.transfer_s(num_bytes)
-
 
 @dataclass(frozen=True, slots=True)
-class StretchedCostModel:
+class StretchedCostModel(_OtherSteps):
     """Steps that take `factor` times as long; transfers as `base` says."""
 
-    base: CostModel
     factor: float
-
-    @property
-    def fit_error(self) -> float | None:
-        return self.base.fit_error
 
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.factor * self.base.prefill_s(tokens, context)
@@ -215,9 +216,6 @@ class StretchedCostModel:
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
         return self.factor * self.base.step_s(prefills, batch, context_tokens)
-
-    def transfer_s(self, num_bytes: int) -> float:
-        return self.base.transfer_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +232,12 @@ class Corrections:
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectedCostModel:
+class CorrectedCostModel(_OtherSteps):
     """The steps of `base`, of which the decoding of a batch takes `decode` times as long, and what prompts add to it
     `prefill` times. No step is shorter than its prompts alone, on which the search's bounds rely."""
 
-    base: CostModel
     prefill: float
     decode: float
-
-    @property
-    def fit_error(self) -> float | None:
-        return self.base.fit_error
 
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.prefill * self.base.prefill_s(tokens, context)
@@ -261,9 +254,6 @@ class CorrectedCostModel:
             return self.prefill * prompts_s
         added_s = max(0.0, self.base.step_s(prefills, batch, context_tokens) - decode_s)
         return max(self.decode * decode_s + self.prefill * added_s, self.prefill * prompts_s)
-
-    def transfer_s(self, num_bytes: int) -> float:
-        return self.base.transfer_s(num_bytes)
 
 
 def _require_count(name: str, value: int) -> None:
