@@ -235,7 +235,7 @@ def plan(
         bounds_steps=bounded_steps, whole_machines=whole_machines,
     )  # fmt: skip
     flags = PlanFlags(
-        traffic, hardware, goal, source=source, simulate=simulated, jobs=jobs, state=state, report=report,
+        traffic, hardware, goal, source=source, simulated_requests=simulated, jobs=jobs, state=state, report=report,
         values=values, json=json, price=price, max_load=max_load, growth=growth, mix_roles=mix_roles,
         schedule=schedule,
     )  # fmt: skip
@@ -339,7 +339,8 @@ def bench(
     flags = BenchFlags(
         traffic, parse_slo(ttft, tpot, class_slo), api=api, url=url, cluster=cluster, model=model, api_key=api_key,
         ca=ca, limits=LoadLimits(connections, timeout), warm_up=warm_up, ignore_eos=ignore_eos, vocab=vocab,
-        salt=prompt_seed, output=output, json=json, compare=compare, config=config, settings=tuple(settings or ()),
+        prompt_seed=prompt_seed, output=output, json=json, compare=compare, config=config,
+        settings=tuple(settings or ()),
     )  # fmt: skip
     if compare is not None:
         from cluster.cli.commands.planning.bench_batching import run_bench_batching

@@ -27,7 +27,7 @@ async def test_every_api_gives_the_same_report(cluster: Cluster, tmp_path: Path,
     grpc_url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
     url = grpc_url if api == "tandem" else f"{cluster.base_url}/v1"
     vocab = None if api == "chat" else 300
-    flags = BenchFlags(TRAFFIC, Slo(10.0, 1.0), api, url, model=MODEL, vocab=vocab, salt=1, output=output)
+    flags = BenchFlags(TRAFFIC, Slo(10.0, 1.0), api, url, model=MODEL, vocab=vocab, prompt_seed=1, output=output)
     assert await bench_against(flags, find_target(flags), load_traffic(TRAFFIC)) == 0
     await cluster.settled()
     result = json.loads(output.read_text())

@@ -33,8 +33,8 @@ _SCHEMES = {"tandem": ("grpc", "grpcs"), "completions": ("http", "https"), "chat
 
 @dataclass(frozen=True, slots=True)
 class BenchFlags:
-    """`url` None: the local cluster, or the one named `cluster`. `vocab` None: the server's, else DEFAULT_VOCAB. `salt`
-    None: random."""
+    """`url` None: the local cluster, or the one named `cluster`. `vocab` None: the server's, else DEFAULT_VOCAB.
+    `prompt_seed` None: random."""
 
     traffic: TrafficFlags
     slo: Slo
@@ -48,7 +48,7 @@ class BenchFlags:
     warm_up: int = 2
     ignore_eos: bool = True
     vocab: int | None = None
-    salt: int | None = None
+    prompt_seed: int | None = None
     output: Path | None = None
     json: bool = False
     compare: str | None = None
@@ -75,17 +75,17 @@ def run_bench(flags: BenchFlags) -> int:
     return run_interruptible(bench_against(flags, target, trace))
 
 
-async def measure(flags: BenchFlags, target: Target, trace: TrafficTrace, salt: int) -> LoadResult:
-    """`salt`: seed of the prompts."""
+async def measure(flags: BenchFlags, target: Target, trace: TrafficTrace, prompt_seed: int) -> LoadResult:
     client, vocab = await _connect(flags, target)
     try:
-        return await _play(flags, target, trace, Prompts(trace, salt, vocab), client)
+        return await _play(flags, target, trace, Prompts(trace, prompt_seed, vocab), client)
     finally:
         await client.close()
 
 
 async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) -> int:
-    result = await measure(flags, target, trace, secrets.randbits(32) if flags.salt is None else flags.salt)
+    seed = secrets.randbits(32) if flags.prompt_seed is None else flags.prompt_seed
+    result = await measure(flags, target, trace, seed)
     text = json.dumps(result.to_json(), indent=2, allow_nan=False)
     if flags.output is not None:
         flags.output.write_text(text + "\n", encoding="utf-8")

@@ -106,7 +106,7 @@ def _batching(base: ClusterSpec, kind: str) -> ClusterSpec:
 
 
 async def _bench(flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, ClusterSpec]) -> int:
-    salt = secrets.randbits(32) if flags.salt is None else flags.salt  # the same prompts for all
+    seed = secrets.randbits(32) if flags.prompt_seed is None else flags.prompt_seed  # the same prompts for all
     notes = Console(stderr=True, highlight=False)
     results: dict[str, LoadResult] = {}
     for kind, spec in specs.items():
@@ -117,7 +117,7 @@ async def _bench(flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, Clu
         async with running_cluster(spec, progress) as cluster:
             tls = cluster.spec.router.tls
             url = urlsplit(f"{'grpc' if tls is None else 'grpcs'}://{cluster.grpc_address}")
-            results[kind] = await measure(flags, Target(url, None if tls is None else tls.cert), trace, salt)
+            results[kind] = await measure(flags, Target(url, None if tls is None else tls.cert), trace, seed)
         if not results[kind].complete:
             break  # interrupted
     found = {kind: result.to_json() for kind, result in results.items()}

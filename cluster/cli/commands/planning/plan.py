@@ -62,7 +62,7 @@ class PlanFlags:
     hardware: HardwareFlags
     goal: Goal
     source: str | None = None
-    simulate: int = 1000
+    simulated_requests: int = 1000
     jobs: int | None = None
     state: Path | None = None
     report: Path | None = None
@@ -162,7 +162,7 @@ def _cores() -> int:
 
 def _search(trace: TrafficTrace, candidates: Sequence[RoleHardware], flags: PlanFlags) -> list[Choice]:
     """The best first."""
-    means = SearchOptions(flags.simulate, flags.jobs or _cores(), flags.state)
+    means = SearchOptions(flags.simulated_requests, flags.jobs or _cores(), flags.state)
     with _shown_progress(flags) as progress:
         make = partial(plan_largest_load, growth=flags.growth) if flags.max_load else make_plan
         best, *others = plan_on_each(trace, candidates, flags.goal, means, progress, make)
