@@ -35,9 +35,8 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 SETTLE_S = 5.0
 FIRST_RETRY_S, LAST_RETRY_S = 15.0, 300.0
-SELECTOR = (
-    "tandem.dev/pool"  # no pod has this label: a HorizontalPodAutoscaler refuses a selector that is empty or shared
-)
+# No pod has this label: a HorizontalPodAutoscaler refuses a selector that is empty or shared.
+SELECTOR = "tandem.dev/pool"
 
 PROBLEMS = ("NoSuchModel", "Duplicate", "Refused")
 

@@ -359,9 +359,8 @@ def main() -> None:
     """Runs the command line. Every error of ours is one line on stderr and exit code 2."""
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # at the default level, gRPC prints a line for each peer without TLS
+    # At the default level, gRPC prints a line for each peer without TLS.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except Exception as error:

@@ -131,9 +131,7 @@ class Namespace:
             if component == "head":
                 self._scale(owner, component, 1, group["template"], made_of, wanted_hash)
             else:
-                grows_only = bool(
-                    spec.get("enableInTreeAutoscaling")
-                )  # then the autoscaler alone chooses whom to delete
+                grows_only = bool(spec.get("enableInTreeAutoscaling"))  # the autoscaler alone chooses whom to delete
                 self._scale(owner, component, desired_replicas(group), group["template"], made_of, keep=grows_only)
 
     def _scale(

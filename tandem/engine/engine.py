@@ -78,9 +78,8 @@ class TandemEngine(TextEngine):
         sequence = self._intake.sequence(request)
         cached_blocks = self._scheduler.reserve(sequence)
         if (copies := self._scheduler.pool.take_copies()) is not None:
-            self._launcher.launch_on_all(
-                StepInput([], [], copies=copies)
-            )  # now, because others may write to the blocks next
+            # Now, because others may write to the blocks next.
+            self._launcher.launch_on_all(StepInput([], [], copies=copies))
         return Reservation(
             request_id=request.request_id,
             block_ids=tuple(sequence.blocks),

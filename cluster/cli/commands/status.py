@@ -33,14 +33,8 @@ COLUMNS = (
     "worker", "role", "state", "health", "epoch", "restarts", "tp", "free", "cached", "leased", "in use", "total",
     "running",
 )  # fmt: skip
-SPARE = (
-    "tp",
-    "total",
-    "running",
-    "free",
-    "cached",
-    "epoch",
-)  # dropped first on a narrow terminal; --json has all columns
+# Dropped first on a narrow terminal; --json has all columns.
+SPARE = ("tp", "total", "running", "free", "cached", "epoch")
 
 WHY_LOCAL = {
     PlacementReason.LOCAL_SHORT_SUFFIX: "{limit} uncached tokens (router.local_prefill_max_tokens)",

@@ -157,6 +157,5 @@ def _triton(device: torch.device) -> ModuleType | None:
     """Our kernels, if this GPU and this installation can run them."""
     if torch.cuda.get_device_capability(device)[0] < _AMPERE or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(
-        "tandem.engine.attention.triton_attention"
-    )  # imports Triton, which CPU machines lack
+    # It imports Triton, which CPU machines lack.
+    return importlib.import_module("tandem.engine.attention.triton_attention")
