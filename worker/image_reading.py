@@ -19,7 +19,8 @@ from worker.wire import parse_images
 
 log = logging.getLogger(__name__)
 
-READ_LIMIT_S = 45.0  # of one read, and of the wait for it; a router waits 60 s for both
+WAIT_LIMIT_S = 20.0  # for the reads of others; leases of KV blocks last 30 s by default
+READ_LIMIT_S = 40.0  # of one read; a router waits 60 s for both
 
 
 @dataclass(slots=True, eq=False)
@@ -116,9 +117,9 @@ class ImageReading:
             self._waiting.pop(key).left = RequestCancelled("the router is gone")
 
     def tick(self, passed_s: float) -> None:
-        """Refuses what has waited for READ_LIMIT_S. Raises WorkerLost if a read takes longer: it hangs, and all others
-        wait for it. `passed_s`: since the last call."""
-        passed_s = min(passed_s, READ_LIMIT_S / 4)  # a suspended host is no hang
+        """Refuses what has waited for WAIT_LIMIT_S. Raises WorkerLost if a read takes longer than READ_LIMIT_S: it
+        hangs, and all others wait for it. `passed_s`: since the last call."""
+        passed_s = min(passed_s, WAIT_LIMIT_S / 2)  # a suspended host is no hang
         if (current := self._current) is not None:
             current.read_s += passed_s
             if current.read_s > READ_LIMIT_S:
@@ -126,8 +127,8 @@ class ImageReading:
         for key, waiting in self._waiting.items():
             if not waiting.has_begun and waiting.left is None:
                 waiting.waited_s += passed_s
-                if waiting.waited_s > READ_LIMIT_S:
-                    late = f"images: expected to be read within {READ_LIMIT_S:g} s, which others took: retry later"
+                if waiting.waited_s > WAIT_LIMIT_S:
+                    late = f"images: those of others took over {WAIT_LIMIT_S:g} s to read: retry later"
                     self._leave(key, waiting, UnavailableError(late, field="images"))
 
     def load(self) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from tandem.errors import (
     InputError,
     OverloadedError,
     RequestQuarantined,
+    TandemError,
     UnavailableError,
     UnsupportedField,
     WorkerDied,
@@ -127,6 +128,7 @@ class ImageExpander:
         self, model: str, tenant: str, cache_salt: bytes, prompt: Sequence[int], images: Sequence[bytes]
     ) -> ExpandedPrompt:
         slots, failed = self._slots_of(model), set[WorkerKey]()
+        last: TandemError = UnavailableError("there is none")
         if slots.waiting >= MAX_WAITING:
             raise OverloadedError(
                 f"{FIELD}: the images of {MAX_WAITING} requests wait to be read, the most that may: retry later",
@@ -136,13 +138,16 @@ class ImageExpander:
             await slots.take(tenant, sum(map(len, images)))
             if (worker := self._worker(model, failed)) is None:
                 slots.release()
+                if self._able(model):
+                    break  # all that are there have failed
                 await asyncio.sleep(POLL_S)
                 continue
             try:
                 wire_id, answer = worker.link.expand(prompt, images, cache_salt)
-            except WorkerLost:
+            except WorkerLost as error:
                 slots.release()
                 failed.add(worker.key)
+                last = error
                 continue
             answer.add_done_callback(lambda done: _ended(done, slots))  # the worker is busy until then
             try:
@@ -155,9 +160,10 @@ class ImageExpander:
                 raise UnavailableError(
                     f"{FIELD}: the worker that read the images died; retry later", retry_after_s=1.0
                 ) from error
-            except WorkerLost:
+            except UnavailableError as error:  # it was lost, or has too many to read
                 failed.add(worker.key)
-        raise UnavailableError(f"{FIELD}: the workers that read the images were lost; retry later", retry_after_s=1.0)
+                last = error
+        raise UnavailableError(f"{FIELD}: no worker has read the images: {last.message}", retry_after_s=1.0)
 
     def _slots_of(self, model: str) -> FairSlots:
         if model not in self._slots:

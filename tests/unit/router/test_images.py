@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tandem.config.auth import AuthSpec
-from tandem.errors import RequestFailed
+from tandem.errors import RequestFailed, UnavailableError
 from tandem.images import ExpandedPrompt
 from tandem.testing.models import write_tiny_llama
 from tandem.testing.small_engine import SmallEngine
@@ -99,3 +99,13 @@ async def test_an_expansion_that_cannot_be_is_never_sent_to_another_worker(
     reply = await chat(cluster, keys)
     assert (reply.status_code, said in reply.json()["error"]["message"]) == (500, True), reply.text
     assert cluster.decode.works == {}
+
+
+async def test_a_worker_with_too_many_images_to_read_leaves_them_to_another(cluster: Cluster, keys: Keys) -> None:
+    cluster.prefill.expands = lambda asked: UnavailableError("images: those of others took over 20 s to read")
+    assert (await chat(cluster, keys)).status_code == 200
+    assert [len(each.expansions) for each in (cluster.prefill, cluster.decode)] == [1, 1]
+    cluster.decode.expands = cluster.prefill.expands
+    reply = await chat(cluster, keys)
+    assert reply.status_code == 503
+    assert "no worker has read the images: images: those of others" in reply.json()["error"]["message"]
