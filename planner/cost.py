@@ -54,7 +54,7 @@ class CostModel(Protocol):
         ...
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Time to move `num_bytes` of KV cache over one link."""
+        """Time to move `num_bytes` of KV cache over the link of one rank."""
         ...
 
 
@@ -78,7 +78,8 @@ def largest_chunk(
 @dataclass(frozen=True, slots=True)
 class RooflineCostModel:
     """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly and
-    all-reduce their partial sums twice per layer over `fabric` (None: at no cost)."""
+    all-reduce their partial sums twice per layer over `fabric` (None: at no cost). `link`: of each rank to other
+    workers."""
 
     model: ModelShape
     device: DeviceShape

@@ -102,7 +102,7 @@ class Hardware:
         return RooflineCostModel(
             shape,
             device.shape(shape.weight_bytes, shape.experts.weight_bytes if shape.experts else shape.weight_bytes),
-            device.link.shape(tp),
+            device.link.shape(),
             tp,
             device.fabric.shape() if tp > 1 else None,
         )
@@ -361,8 +361,8 @@ def make_setup(
     """`max_model_tokens`: as of the engine, which has no longer context than the model."""
     shape, context_tokens = hardware.model.shape, hardware.model.context_tokens
     return Setup(
-        prefill, decode, shape.layers, shape.kv_token_bytes, router, max_running_requests, max_step_tokens,
-        min(max_model_tokens or context_tokens, context_tokens), block_tokens, host=hardware.host,
+        prefill, decode, shape.layers, shape.kv_heads, shape.kv_token_bytes, router, max_running_requests,
+        max_step_tokens, min(max_model_tokens or context_tokens, context_tokens), block_tokens, host=hardware.host,
         fixed_s=hardware.corrections.fixed_s,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 _SPLITWISE_NUMBERS = ("tensor_parallel", "prompt_size", "batch_size", "token_size", "prompt_time", "token_time")
 
 
-def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
+def read_splitwise(path: Path, model: str, hardware: str, link: LinkShape) -> dict[int, CostModel]:
     """Cost models by TP width from a table in Splitwise's format (milliseconds). Raises ConfigError."""
     points: dict[int, tuple[list[PrefillPoint], list[DecodePoint]]] = {}
     names: set[tuple[str, str]] = set()
@@ -32,7 +32,7 @@ def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], 
     if not points:
         known = ", ".join(f"{one}/{two}" for one, two in sorted(names))
         raise ConfigError(f"{path.name}: expected one of {known}, got {model}/{hardware}", field="--cost")
-    return {tp: fit(*found, link(tp), f"{path.name} {model}/{hardware}") for tp, found in sorted(points.items())}
+    return {tp: fit(*found, link, f"{path.name} {model}/{hardware}") for tp, found in sorted(points.items())}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str | None]]]:
@@ -64,14 +64,14 @@ def _positive(path: Path, line: int, row: Mapping[str, str | None], column: str)
     return value
 
 
-def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
+def read_distserve(path: Path, model: str, link: LinkShape) -> dict[int, CostModel]:
     """Cost models by TP width from DistServe's published fits, which include no measurements, so `fit_error` is None.
     Raises ConfigError."""
     tables = read_json(path)
     if model not in tables:
         raise ConfigError(f"{path.name}: expected one of {', '.join(tables)}, got {model!r}", field="--cost")
     try:
-        return {int(tp): _distserve(entry, link(int(tp)), path.name) for tp, entry in tables[model].items()}
+        return {int(tp): _distserve(entry, link, path.name) for tp, entry in tables[model].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path.name}: expected DistServe's fields: {error}", field="--cost") from None
 

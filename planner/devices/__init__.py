@@ -22,9 +22,8 @@ class LinkSpec(Frozen):
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     efficiency: Share = 1.0
 
-    def shape(self, ranks: int = 1) -> LinkShape:
-        """The combined link of `ranks` ranks, each with a link of its own."""
-        return LinkShape(self.bytes_per_s * ranks, self.latency_s, self.efficiency)
+    def shape(self) -> LinkShape:
+        return LinkShape(self.bytes_per_s, self.latency_s, self.efficiency)
 
     def slower(self, other: LinkSpec) -> LinkSpec:
         """What a transfer from one to the other gets: the lower rate, and the longer latency."""

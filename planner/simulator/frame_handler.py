@@ -10,7 +10,7 @@ from functools import partial
 
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
-from planner.simulator.links import push
+from planner.simulator.links import busiest_shares, push
 from planner.simulator.requests import LAST_TOKEN, SimRequest, SimToken
 from planner.simulator.sequence import SimSequence, TokenCount, TraceBlockHashes
 from planner.simulator.setup import Setup
@@ -134,16 +134,19 @@ class FrameHandler:
         ticket, setup = worker.tickets.get(part.request_id), self._setup
         if ticket is None:
             return
+        decode = ticket.decode
         tokens = (len(part.block_ids) - 1) * setup.block_tokens + part.last_block_tokens
         num_bytes = tokens * setup.kv_token_bytes
+        sent, received = busiest_shares(worker.tp, decode.tp, setup.kv_heads)
         done_s = push(
             worker.egress,
-            ticket.decode.ingress,
+            decode.ingress,
             start_s=start_s,
             end_s=end_s,
             layers=setup.layers,
-            transfer_s=worker.cost.transfer_s(int(num_bytes)),
-            num_bytes=num_bytes,
+            send_s=worker.cost.transfer_s(int(sent * num_bytes)),
+            receive_s=decode.cost.transfer_s(int(received * num_bytes)),
+            num_bytes=num_bytes * self._copies(decode),
         )
         if part.is_last:
             self._loop.call_at(done_s, self._received, worker, part.request_id, ticket)
@@ -189,7 +192,12 @@ class FrameHandler:
     def _moved(self, ticket: SimTicket) -> tuple[int, int]:
         """Blocks and bytes."""
         blocks = blocks_for(ticket.sequence.prompt_tokens, self._setup.block_tokens) - ticket.cached_blocks
-        return blocks, int(blocks * self._setup.block_tokens * self._setup.kv_token_bytes)
+        tokens = blocks * self._setup.block_tokens
+        return blocks, int(tokens * self._setup.kv_token_bytes * self._copies(ticket.decode))
+
+    def _copies(self, decode: SimWorker) -> float:
+        """Of the KV that it receives: ranks beyond the KV heads hold copies of them."""
+        return max(1.0, decode.tp / self._setup.kv_heads)
 
     def _is_whole(self, ticket: SimTicket) -> bool:
         """The decode worker has every block cached and needs only the first token."""

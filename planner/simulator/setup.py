@@ -150,13 +150,14 @@ def _wrong_fault(text: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`block_tokens`: block size of the simulation, which may be larger than the engine's. `layers`, `kv_token_bytes`:
-    of the model, all ranks together. `prefill` None: an aggregated cluster. `host`: the host that all workers share;
-    None: each has its own hardware. `can_change_roles`: workers of both roles are alike."""
+    """`block_tokens`: block size of the simulation, which may be larger than the engine's. `layers`, `kv_heads`,
+    `kv_token_bytes`: of the model, all ranks together. `prefill` None: an aggregated cluster. `host`: the host that all
+    workers share; None: each has its own hardware. `can_change_roles`: workers of both roles are alike."""
 
     prefill: PoolSetup | None
     decode: PoolSetup
     layers: int
+    kv_heads: int
     kv_token_bytes: float
     router: RouterSpec = field(default_factory=RouterSpec)
     max_running_requests: int = 64

@@ -68,7 +68,7 @@ class SimWorker:
         self, key: WorkerKey, role: Role, pool: PoolSetup, setup: Setup, loop: EventLoop, host: WorkerHost,
         intervals: IntervalHistogram, cores: BusyCores | None = None,
     ) -> None:  # fmt: skip
-        self.key, self.role = key, role
+        self.key, self.role, self.tp = key, role, pool.tp
         self.blocks = SimBlockPool(pool.kv_tokens // setup.block_tokens)
         self.scheduler = RepeatingScheduler(
             self.blocks,
@@ -95,7 +95,7 @@ class SimWorker:
         self.events_due = False
         self._seen_frames = 0
         self._loop, self._host, self._intervals = loop, host, intervals
-        self._cores, self._ranks = cores, pool.tp
+        self._cores = cores
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._load: SimLoad | None = None  # None: recount it
         self._total_blocks = self.blocks.counts().total
@@ -209,7 +209,7 @@ class SimWorker:
         else:
             decode_s = self.cost.decode_step_s(rows, context) if prefills else seconds
             decoding = min(1.0, decode_s / seconds) if seconds else 0.0
-            self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s), decoding)
+            self._cores.run(self, self.tp, seconds, partial(self._end, self._generation, plan, now_s), decoding)
 
     def _step_tokens_now(self, longest_s: float) -> int:
         """All of a step if no prompt is there; beside requests that decode, a prompt gets the least chunk or more."""

@@ -47,7 +47,7 @@ class RowCost:
 
 def simulated(acceptance: Acceptance | None, *, cost: RowCost | None = None, requests: int = 30) -> SimResult:
     pool = PoolSetup(1, 1, cost or RowCost(), 100_000, acceptance=acceptance)
-    setup = Setup(pool, replace(pool), 10, 100_000, RouterSpec(disaggregation=Disaggregation.ALWAYS))
+    setup = Setup(pool, replace(pool), 10, 8, 100_000, RouterSpec(disaggregation=Disaggregation.ALWAYS))
     arrivals, lengths = np.arange(requests, dtype=np.float64) * 4.0, np.full(requests, 200)
     trace = TrafficTrace("alone", arrivals, lengths.astype(np.int64), lengths.astype(np.int64))
     return simulate(trace, setup)

@@ -161,11 +161,11 @@ def test_a_published_table_of_milliseconds_is_read_by_width(tmp_path: Path) -> N
     ]  # fmt: skip
     path = tmp_path / "table.csv"
     path.write_text(head + "".join(rows))
-    models = read_splitwise(path, "m", "h", lambda tp: LINK)
+    models = read_splitwise(path, "m", "h", LINK)
     assert sorted(models) == [2, 4]
     assert models[2].decode_step_s(2, 600) == pytest.approx(decode_s(2, 600), rel=0.05)
     with pytest.raises(ConfigError, match="m/h"):
-        read_splitwise(path, "m", "other", lambda tp: LINK)
+        read_splitwise(path, "m", "other", LINK)
 
 
 HEAD = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n"
@@ -210,7 +210,7 @@ def test_published_coefficients_change_their_line_with_the_batch(tmp_path: Path)
     }
     path = tmp_path / "fit.json"
     path.write_text(json.dumps({"opt": {"1": entry}}))
-    (model,) = read_distserve(path, "opt", lambda tp: LINK).values()
+    (model,) = read_distserve(path, "opt", LINK).values()
     assert model.prefill_s(100, 0) == pytest.approx(0.01 + 0.01 + 2e-5 * 100**2 / 1000)
     assert model.decode_step_s(9, 0) == pytest.approx(0.0059)
     assert model.decode_step_s(10, 0) == pytest.approx(0.009)

@@ -46,6 +46,7 @@ def run(
         PoolSetup(prefill, 1, COST, 60_000) if prefill else None,
         PoolSetup(decode, 1, COST, 60_000),
         24,
+        COST.model.kv_heads,
         COST.model.kv_token_bytes,
         router=RouterSpec(classes=classes),
         autoscaler=AutoscalerSpec(enabled=autoscale),

@@ -27,7 +27,7 @@ from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
 from tandem.scheduler.batching import BatchRule
 
-PER_TOKEN_S, STEP_S, BYTE_S, KV_BYTES, LAYERS, HOP_S = 1e-4, 0.01, 1e-9, 100_000, 10, 0.0003
+PER_TOKEN_S, STEP_S, BYTE_S, KV_BYTES, LAYERS, KV_HEADS, HOP_S = 1e-4, 0.01, 1e-9, 100_000, 10, 8, 0.0003
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ CLASSES = (ClassSpec(name="interactive"), ClassSpec(name="batch", batch=True))
 def setup_of(prefill: int, decode: int, **changes: object) -> Setup:
     pool = PoolSetup(prefill, 1, FlatCost(), 200_000)
     spec = RouterSpec(disaggregation=Disaggregation.ALWAYS, max_queued_requests=4096, classes=CLASSES)
-    base = Setup(pool if prefill else None, replace(pool, workers=decode), LAYERS, KV_BYTES, spec, max_step_tokens=4096)
+    decoding = replace(pool, workers=decode)
+    base = Setup(pool if prefill else None, decoding, LAYERS, KV_HEADS, KV_BYTES, spec, max_step_tokens=4096)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -371,19 +372,64 @@ class TestLargePools:
 
 class TestLinks:
     def test_blocks_that_are_there_take_the_links_time(self) -> None:
-        assert push(SimPort(), SimPort(), start_s=1, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == 1.5
+        assert arrives_s(0.5, start_s=1, end_s=1) == 1.5
 
     def test_a_fast_link_exposes_the_last_layer_only(self) -> None:
-        assert push(SimPort(), SimPort(), start_s=0, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == pytest.approx(
-            1.05
-        )
+        assert arrives_s(0.5, end_s=1) == pytest.approx(1.05)
 
     def test_a_slow_link_starts_with_the_first_layer(self) -> None:
-        assert push(SimPort(), SimPort(), start_s=0, end_s=1, layers=10, transfer_s=5, num_bytes=1) == pytest.approx(
-            5.1
-        )
+        assert arrives_s(5, end_s=1) == pytest.approx(5.1)
 
     def test_one_range_after_the_other_on_either_end(self) -> None:
         source = SimPort()
-        push(source, SimPort(), start_s=0, end_s=0, layers=1, transfer_s=2, num_bytes=1)
-        assert push(source, SimPort(), start_s=0, end_s=0, layers=1, transfer_s=1, num_bytes=1) == 3
+        arrives_s(2, source=source)
+        assert arrives_s(1, source=source) == 3
+
+    def test_a_slow_port_delays_its_own_ranges_only(self) -> None:
+        source, target = SimPort(), SimPort()
+        assert arrives_s(1, 4, source=source, target=target) == 4
+        assert arrives_s(1, 4, source=source) == 5
+        assert arrives_s(1, 4, source=source, target=target) == 8
+
+    @pytest.mark.parametrize(
+        ("prefill_tp", "decode_tp", "kv_heads", "sent", "received", "moved"),
+        [
+            (1, 1, 8, 1, 1, 1),
+            (4, 4, 8, 1 / 4, 1 / 4, 1),
+            (4, 1, 8, 1 / 4, 1, 1),
+            (2, 8, 8, 1 / 2, 1 / 8, 1),
+            (8, 8, 1, 1, 1, 8),
+            (8, 2, 1, 1, 1, 2),
+            (2, 8, 1, 4, 1, 8),
+            (4, 8, 2, 2 / 2, 1 / 2, 4),
+            (8, 4, 2, 1 / 2, 1 / 2, 2),
+        ],
+    )
+    def test_a_handoff_takes_as_long_as_its_busiest_rank(
+        self, prefill_tp: int, decode_tp: int, kv_heads: int, sent: float, received: float, moved: float
+    ) -> None:
+        pool = PoolSetup(1, 1, FlatCost(), 200_000)
+        prefill, decode = (replace(pool, tp=tp) for tp in (prefill_tp, decode_tp))
+        setup = replace(setup_of(1, 1), prefill=prefill, decode=decode, kv_heads=kv_heads)
+        result = simulate(one(1000, 11), setup)
+        whole_s = 1000 * KV_BYTES * BYTE_S
+        assert result.kv_bytes_moved == moved * 1000 * KV_BYTES
+        assert result.pools["prefill"].sent * result.seconds == pytest.approx(sent * whole_s)
+        assert result.pools["decode"].received * result.seconds == pytest.approx(received * whole_s)
+        prompt_s, handoff_s = 1000 * PER_TOKEN_S, max(sent, received) * whole_s
+        exposed_s = max(prompt_s / LAYERS + handoff_s - prompt_s, handoff_s / LAYERS)
+        assert result.tpot_s.p50 == pytest.approx(STEP_S + exposed_s / 10, rel=0.01)
+
+
+def arrives_s(
+    send_s: float,
+    receive_s: float | None = None,
+    *,
+    start_s: float = 0.0,
+    end_s: float = 0.0,
+    source: SimPort | None = None,
+    target: SimPort | None = None,
+) -> float:
+    """`receive_s` None: as `send_s`."""
+    ports, receive_s = (source or SimPort(), target or SimPort()), send_s if receive_s is None else receive_s
+    return push(*ports, start_s=start_s, end_s=end_s, layers=10, send_s=send_s, receive_s=receive_s, num_bytes=1)

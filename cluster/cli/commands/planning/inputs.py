@@ -290,8 +290,8 @@ def _costs(cost: str, device: DeviceSpec, *, is_profile: bool) -> dict[int, Cost
     path, (_, _, what) = _cost_path(cost), cost.partition(":")
     if path.suffix == ".csv":
         model, _, hardware = what.partition("/")
-        return read_splitwise(path, model, hardware, device.link.shape)
-    costs = read_measured(path) if is_profile else read_distserve(path, what, device.link.shape)
+        return read_splitwise(path, model, hardware, device.link.shape())
+    costs = read_measured(path) if is_profile else read_distserve(path, what, device.link.shape())
     if not costs:
         raise ConfigError(f"--cost: {path}: expected step times of one TP width or more, got none", field="--cost")
     return costs
