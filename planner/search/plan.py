@@ -19,7 +19,7 @@ from planner.search.machines import Deployed, MachineKinds
 from planner.search.race import Race, Run, rank
 from planner.search.schedule import Schedule
 from planner.search.simulation_pool import Journal, SimulationPool
-from planner.search.traffic import busiest, with_note_if_short
+from planner.search.traffic import busiest, with_note_if_short, with_note_of_missing_classes
 from planner.search.trials import Resampled, SearchProgress, Trials, Variant
 from planner.search.verdict import Miss, explain_miss, verdict
 from planner.traces.context import within_context
@@ -257,8 +257,9 @@ class PlanSearch:
 
     def _shown_trace(self, load: float) -> TrafficTrace:
         """More load makes the simulated part shorter."""
-        part, tpot_s = self._trace.at_rate(load), self._goal.slo.tpot_s
-        return part if tpot_s is None else with_note_if_short(part, len(self._whole), tpot_s)
+        slo = self._goal.slo
+        part = with_note_of_missing_classes(self._trace.at_rate(load), self._whole, slo)
+        return part if slo.tpot_s is None else with_note_if_short(part, len(self._whole), slo.tpot_s)
 
     def _analysis(self, load: float) -> Analysis:
         goal = self._goal

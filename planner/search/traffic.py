@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 
 _ANSWER_WEIGHT = 8  # work of an answer token in prompt tokens, to find the busiest stretch
@@ -45,5 +46,23 @@ def with_note_if_short(part: TrafficTrace, of: int, tpot_s: float) -> TrafficTra
     note = (
         f"{part.span_s:.0f} s are short for answers of up to {answer_s:.0f} s: fewer requests run at a time than in a "
         f"longer part, and the plan may be too small; {remedy}"
+    )
+    return replace(part, notes=(*part.notes, note))
+
+
+def with_note_of_missing_classes(part: TrafficTrace, whole: TrafficTrace, slo: Slo) -> TrafficTrace:
+    """The note: classes with objectives of which the part has no request. Without objectives of classes, all requests
+    are judged together."""
+    own = dict(slo.of_class)
+    if not own:
+        return part
+    known, simulated = ({name for name, _ in each.with_used_labels().labels} for each in (whole, part))
+    limits = {name: own.get(name, slo) for name in sorted(known - simulated)}
+    lacking = [name or "default" for name, each in limits.items() if (each.ttft_s, each.tpot_s) != (None, None)]
+    if not lacking:
+        return part
+    note = (
+        f"the objectives of class {', '.join(lacking)} were not checked, because the simulated part has no such "
+        "request: raise --simulated"
     )
     return replace(part, notes=(*part.notes, note))

@@ -114,6 +114,13 @@ class TrafficTrace:
         """Class and tenant."""
         return self.labels[0 if self.label is None else int(self.label[index])]
 
+    def with_used_labels(self) -> TrafficTrace:
+        """Without those that no request has."""
+        if self.label is None:
+            return self
+        used, label = np.unique(self.label, return_inverse=True)
+        return replace(self, labels=tuple(self.labels[each] for each in used), label=label.astype(np.int32))
+
     def head(self, count: int) -> TrafficTrace:
         """The first `count` requests."""
         return self.stretch(0, count)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cluster.cli.commands.planning.inputs import parse_slo
+from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic, parse_slo
 from planner.devices import find_device
 from planner.hardware import Hardware, make_setup
 from planner.models import find_model
@@ -106,3 +108,33 @@ def test_a_class_that_no_request_has_is_refused_by_name(trace: TrafficTrace, har
         make_plan(trace, hardware, Goal(Slo(1.0, 0.1, (("bach", Slo(1.0)),))), SearchOptions(requests=COUNT))
     with pytest.raises(ConfigError, match="got bach"):
         RunMeasurements(trace, Slo(of_class=(("bach", Slo(1.0)),)))
+
+
+@pytest.mark.parametrize(("general", "rare"), [(Slo(), "long"), (Slo(5.0), "chat")])
+def test_a_class_that_the_simulated_part_lacks_is_named(
+    trace: TrafficTrace, hardware: Hardware, general: Slo, rare: str
+) -> None:
+    """Its only request is the last one; a class without objectives of its own has the general ones."""
+    other = {"long": "chat", "chat": "long"}[rare]
+    label = np.zeros(COUNT, np.int32)
+    label[-1] = 1
+    late = replace(trace, labels=((other, ""), (rare, "")), label=label, prompt_tokens=np.full(COUNT, 1000))
+    goal = Goal(replace(general, of_class=(("long", Slo(30.0)),)), max_devices=1, step_tokens=(2048,))
+    note = f"the objectives of class {rare} were not checked, because the simulated part has no such request: raise"
+    for requests, is_noted in ((COUNT - 1, True), (COUNT, False)):
+        plan = make_plan(late, hardware, goal, SearchOptions(requests=requests))
+        assert any(note in each for each in plan.to_json()["traffic"]) is is_noted
+        assert (note in html_report(plan, "roofline")) is is_noted
+
+
+def test_a_class_of_which_no_request_was_selected_is_refused(tmp_path: Path, hardware: Hardware) -> None:
+    rows = [
+        {"arrival_s": at_s, "prompt_tokens": 10, "output_tokens": 10, "class": name}
+        for at_s, name in ((0.0, "chat"), (1.0, "chat"), (2.0, "long"))
+    ]
+    path = tmp_path / "users.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    goal, options = Goal(Slo(1.0, 0.1, (("long", Slo(1.0)),)), max_devices=1), SearchOptions()
+    make_plan(load_traffic(TrafficFlags(str(path))), hardware, goal, options)
+    with pytest.raises(ConfigError, match=r"expected a class of the trace \(chat\), got long"):
+        make_plan(load_traffic(TrafficFlags(str(path), requests=2)), hardware, goal, options)

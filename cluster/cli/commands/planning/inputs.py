@@ -115,6 +115,7 @@ def load_traffic(flags: TrafficFlags) -> TrafficTrace:
         trace = trace.between(flags.start_s, end_s)
     if flags.requests is not None:
         trace = trace.head(flags.requests)
+    trace = trace.with_used_labels()
     if process is None:
         trace = with_gap_noted(trace)
     for option, factor in (("--load", flags.load), ("--prompts", flags.prompts), ("--outputs", flags.outputs)):
