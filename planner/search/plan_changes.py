@@ -76,7 +76,22 @@ def _questions(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "share that must meet them", f"{goal.get('attainment', 0.0):.1%}"
     yield "confidence", f"{goal.get('confidence', 0.0):g}"
     yield "devices, at most", str(goal.get("max_devices"))
+    yield "price per device and hour", _prices(plan)
+    yield "whole machines", _yes(goal.get("whole_machines"))
+    yield "tokens of a step, at most", ", ".join(map(str, goal.get("step_tokens") or ())) or "unknown"
+    yield "bounded steps", _yes(goal.get("bounds_steps"))
+    yield "running requests of a worker, at most", str(goal.get("max_running_requests"))
     yield "step times", str(plan.get("cost_model"))
+
+
+def _prices(plan: Mapping[str, Any]) -> str:
+    """Of the plan's device, or of each role's."""
+    of_role: Mapping[str, Mapping[str, Any]] = plan.get("of_role") or {"": plan}
+    return ", ".join(f"{role} ${each.get('price_per_hour', 0.0):g}".strip() for role, each in of_role.items())
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
 
 
 def _seconds(value: float | None) -> str:

@@ -53,6 +53,22 @@ def test_what_was_asked_otherwise_and_what_came_of_it(plans: tuple[dict[str, Any
     assert {"load +25 %", "steps slower, as far as they may be", "other traffics, second worst"} <= conditions.keys()
 
 
+def test_prices_and_settings_of_the_search_are_told(plans: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    a, _ = plans
+    goal = {"step_tokens": [512, 2048], "bounds_steps": True, "whole_machines": True, "max_running_requests": 64}
+    dearer = a | {"price_per_hour": 4.5, "goal": a["goal"] | goal}
+    assert PlanChanges.between(a, dearer).asked == (
+        ("price per device and hour", "$3", "$4.5"),
+        ("whole machines", "no", "yes"),
+        ("tokens of a step, at most", "2048", "512, 2048"),
+        ("bounded steps", "no", "yes"),
+        ("running requests of a worker, at most", "256", "64"),
+    )
+    of_role = {role: {"price_per_hour": price} for role, price in (("prefill", 3.0), ("decode", 3.8))}
+    mixed = {name: value for name, value in a.items() if name != "price_per_hour"} | {"of_role": of_role}
+    assert PlanChanges.between(a, mixed).asked == (("price per device and hour", "$3", "prefill $3, decode $3.8"),)
+
+
 def test_a_plan_and_itself_differ_in_nothing(plans: tuple[dict[str, Any], dict[str, Any]]) -> None:
     found = PlanChanges.between(plans[0], plans[0])
     assert not found.asked
