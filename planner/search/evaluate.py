@@ -25,7 +25,8 @@ MAX_QUEUED = 4096
 class Job:
     """One simulation. `resample`: the number of the traffic like the recorded one; 0: the recorded. `steps`: how many
     times as long steps take. `most_misses`: it stops when more requests have missed an objective; None: never.
-    `refuses`: routers refuse requests that are predicted to miss their TTFT; else these wait."""
+    `refuses`: routers refuse requests that are predicted to miss their TTFT; else these wait. `free_handoffs`: KV moves
+    at once, to judge a pool beside any other."""
 
     layout: ClusterLayout
     requests: int
@@ -36,6 +37,7 @@ class Job:
     resample: int = 0
     most_misses: int | None = None
     refuses: bool = False
+    free_handoffs: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,6 +124,8 @@ class Evaluator:
             trace = trace.with_lengths(job.prompts, job.outputs)
         trace = trace.at_rate(job.load)
         setup = self.setup(job.layout, job.steps, refuses=job.refuses)
+        if job.free_handoffs:
+            setup = replace(setup, kv_token_bytes=0.0)
         result = simulate(trace, setup, self.slo, most_misses=job.most_misses)
         return _evaluation(job, result)
 

@@ -2,7 +2,7 @@
 
 Of each kind, layouts are simulated from the cheapest up until one meets the goal, and each until so many requests have
 missed their objectives that it cannot. Pools of disaggregated layouts are simulated alone first, beside another that is
-never short: too few workers there are too few beside any other pool.
+never short and with handoffs that take no time: too few workers there are too few beside any other pool.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Race:
         best = self.best(found)
         return math.inf if best is None else self.price(best.layout)
 
-    def judge(self, what: str, layouts: Sequence[ClusterLayout]) -> list[Evaluation]:
+    def judge(self, what: str, layouts: Sequence[ClusterLayout], *, free_handoffs: bool = False) -> list[Evaluation]:
         """Each up to the request with which it cannot meet the goal."""
         most = allowed_misses(self.attainment, self.requests)
-        return self.run(what, [self._job(each, most) for each in layouts])
+        return self.run(what, [replace(self._job(each, most), free_handoffs=free_handoffs) for each in layouts])
 
     def _job(self, layout: ClusterLayout, most_misses: int | None = None) -> Job:
         return Job(layout, self.requests, load=self.load, most_misses=most_misses)
@@ -116,7 +116,7 @@ class Race:
             left[pool(each)].append(each)
         least: dict[Pool, int] = {}
         while left:
-            judged = self.judge(what, [each.pop() for each in left.values()])
+            judged = self.judge(what, [each.pop() for each in left.values()], free_handoffs=True)
             least |= {pool(each.layout): workers(each.layout) for each in judged if self.meets(each)}
             left = {key: each for key, each in left.items() if each and key not in least}
         return least

@@ -118,6 +118,13 @@ class TestRuled:
         race.is_met(ruled.everything)
         assert {job.load for job in ruled.jobs} == {1.5}
 
+    def test_handoffs_take_no_time_where_a_pool_is_judged_alone(self) -> None:
+        ruled = Ruled(lambda each: each.devices >= 6, 8)
+        ruled.race.finalists(ruled.everything)
+        separate = [job for job in ruled.jobs if not job.layout.is_aggregated]
+        assert {job.free_handoffs for job in separate} == {True, False}
+        assert all(job.free_handoffs != (job.layout in ruled.everything) for job in separate)
+
     def test_all_that_meet_the_goal_at_the_plans_price_are_compared(self) -> None:
         ruled = Ruled(lambda each: each.devices >= 6, 8)
         found = [each.layout for each in ruled.race.finalists(ruled.everything)]
@@ -278,6 +285,20 @@ def test_a_slow_fabric_rules_no_pool_out() -> None:
     goal = Goal(Slo(1.3 * narrow, 0.05), 0.9, 8, (2048,))
     plan = make_plan(trace, hardware, goal, SearchOptions(60))
     assert any(plan.meets(each) and not each.layout.is_aggregated for each in plan.finalists)
+
+
+def test_handoffs_to_workers_of_another_width_rule_no_pool_out() -> None:
+    """Over this link, a prefill worker of four ranks serves four narrow decode workers, but not as many wide ones."""
+    device = find_device("h100")
+    slow = device.link.model_copy(update={"bytes_per_s": 1.05e9, "efficiency": 1.0})
+    device = device.model_copy(update={"link": slow, "devices_per_node": 4})
+    hardware, slo = Hardware(find_model("llama-3-8b"), device), Slo(0.3, 0.008)
+    trace = synthetic_trace(80, Gamma(10.0, 1.5), LengthSpec(1000, 0.7), LengthSpec(5, 0.5), seed=6)
+    assert Analysis(trace, hardware, slo, 0.9, 256).fastest() == (4, 4)
+    evaluator = Evaluator(trace, hardware, slo)
+    narrow, wide = (Job(ClusterLayout(1, 4, 4, tp, 2048), len(trace)) for tp in (1, 4))
+    jobs = (narrow, wide, replace(wide, free_handoffs=True))
+    assert [evaluator.evaluate(job).meets(0.9) for job in jobs] == [True, False, True]
 
 
 @pytest.mark.slow
