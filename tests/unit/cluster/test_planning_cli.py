@@ -13,8 +13,17 @@ from typer.testing import CliRunner, Result
 
 import planner.devices
 from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, load_traffic, parse_arrivals
+from cluster.cli.commands.planning.plan import cost_model_of
 from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation
 from cluster.cli.main import app
+from planner.devices import find_device
+from planner.fitted import FittedCostModel, PiecewisePlane, Plane
+from planner.hardware import Hardware
+from planner.models import find_model
+from planner.search.goal import Goal
+from planner.search.plan import SearchOptions, make_plan
+from planner.shapes import LinkShape
+from planner.simulator.setup import Slo
 from planner.simulator.simulate import simulated_times
 from planner.traces.jsonl import write_request_log
 from planner.traces.trace import MeasuredTimes
@@ -180,6 +189,20 @@ def test_a_device_without_a_price_is_not_the_cheapest_of_several(tmp_path: Path)
     result = run("plan", *TRAFFIC, "--model", "llama-3-8b", "--device", f"h100,{mine}", "--ttft", "1")
     assert isinstance(result.exception, ConfigError)
     assert "--device: mine: price_per_hour: expected a price" in result.exception.message
+
+
+def test_the_step_times_that_are_told_are_those_of_the_plans_workers() -> None:
+    """A dearer layout of wider workers may meet the goal better."""
+    trace = load_traffic(TrafficFlags("synthetic", "poisson:4", "600:30"))
+    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
+    plan = make_plan(trace, hardware, Goal(Slo(1.0), max_devices=1), SearchOptions(50))
+    assert plan.chosen is not None
+    wider = replace(plan.chosen.job, layout=replace(plan.chosen.layout, decode_tp=2))
+    plan = replace(plan, finalists=(replace(plan.chosen, job=wider), plan.chosen))
+    steps = FittedCostModel(PiecewisePlane((Plane(0.1, 0, 0),)), PiecewisePlane((Plane(0.1, 0, 0),)), LinkShape(1e9))
+    measured = replace(hardware, measured={tp: replace(steps, fit_error=tp / 100) for tp in (1, 2)})
+    assert cost_model_of(plan, measured) == "measured at TP 1: mean fit error 1.0%"
+    assert cost_model_of(replace(plan, chosen=None), measured) == "measured at TP 2: mean fit error 2.0%"
 
 
 def test_a_goal_that_nothing_meets_has_an_exit_code_of_its_own() -> None:

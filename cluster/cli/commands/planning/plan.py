@@ -29,6 +29,7 @@ from cluster.cli.commands.planning.inputs import (
     reach_of,
 )
 from cluster.cli.console import BOXED, console, fitted
+from planner.fitted import Reach
 from planner.hardware import RoleHardware
 from planner.pages.report import html_report
 from planner.search.capacity import check_growth, plan_largest_load, ttft_of, with_headroom, with_schedule
@@ -93,14 +94,8 @@ def run_plan(flags: PlanFlags) -> int:
     choices = _search(trace, candidates, flags)
     hardware, plan = choices[0].hardware, choices[0].plan
     assert plan is not None  # otherwise the search raises
-    shown = plan.finalists[0].layout if plan.finalists else None
     asked = reach_of(trace, max(flags.goal.step_tokens), flags.goal.max_running_requests)
-    cost_model = (
-        describe_costs(hardware, hardware.of(Role.DECODE).widths()[0], asked=asked)
-        if shown is None
-        else describe_costs(hardware, shown.decode_tp, (tp for _, tp in shown.widths), asked)
-    )
-    machines = describe_machines(plan)
+    cost_model, machines = cost_model_of(plan, hardware, asked), describe_machines(plan)
     rooflines = rooflines_of(plan, hardware, trace)
     if flags.report is not None:
         notes = [*_roles(plan), *([machines] if machines is not None else []), *map(_told, choices[1:])]
@@ -116,6 +111,14 @@ def run_plan(flags: PlanFlags) -> int:
             console().print(_choices(choices, console().width))
         show(plan, cost_model, machines, console())
     return 0 if plan.chosen is not None else UNSATISFIABLE
+
+
+def cost_model_of(plan: Plan, hardware: RoleHardware, asked: Reach | None = None) -> str:
+    """The source of the step times of the plan's workers; without a plan, of those of the layout that came closest."""
+    shown = plan.chosen or next(iter(plan.finalists), None)
+    if shown is None:
+        return describe_costs(hardware, hardware.of(Role.DECODE).widths()[0], asked=asked)
+    return describe_costs(hardware, shown.layout.decode_tp, (tp for _, tp in shown.layout.widths), asked)
 
 
 def _roofline(charts: Sequence[RooflineChart]) -> dict[str, Any]:
