@@ -182,6 +182,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Pa
         assert result.exception.message == f"{option}: expected a file that can be written, got {path}"
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("bench", *TRAFFIC, "--output"), "--output"),
+        (("bench", *TRAFFIC, "--compare", "batching", "--output"), "--output"),
+        (("profile",), "output"),
+        (("compare", "a.json", "b.json", "--report"), "--report"),
+    ],
+)
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    tmp_path: Path, command: tuple[str, ...], option: str
+) -> None:
+    path = tmp_path / "nowhere" / "file"
+    result = run(*command, str(path))
+    assert isinstance(result.exception, InputError)
+    assert result.exception.message == f"{option}: expected a file that can be written, got {path}"
+
+
 def test_a_device_without_a_price_is_not_the_cheapest_of_several(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     text = (Path(planner.devices.__file__).parent / "h100.yaml").read_text().replace("name: h100", "name: mine")

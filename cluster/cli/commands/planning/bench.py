@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cluster.cli.admin_client import find_routed, refuse_cluster_beside
-from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.inputs import TrafficFlags, check_writable, load_traffic
 from cluster.cli.commands.planning.simulate import latencies, outcome_lines
 from cluster.cli.load.client import LoadClient
 from cluster.cli.load.grpc_client import GrpcClient
@@ -64,6 +64,7 @@ class Target:
 
 def run_bench(flags: BenchFlags) -> int:
     """Returns 1 if no request finished. Raises InputError, ConfigError, and the server's error to the first request."""
+    check_writable("--output", flags.output)
     for option, given in (("--config", flags.config), ("--set", flags.settings)):
         if given:
             raise ConfigError(

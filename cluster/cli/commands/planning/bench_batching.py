@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cluster.cli.commands.planning.bench import BenchFlags, Target, measure
 from cluster.cli.commands.planning.compare import metric_value
-from cluster.cli.commands.planning.inputs import load_traffic
+from cluster.cli.commands.planning.inputs import check_writable, load_traffic
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
 from cluster.cli.load.player import LoadResult
@@ -41,6 +41,7 @@ def run_bench_batching(flags: BenchFlags) -> int:
     """Returns 1 if a cluster finished no request. Raises InputError, ConfigError, and what a cluster's start or first
     request raises."""
     check_compare(flags)
+    check_writable("--output", flags.output)
     trace, specs = load_traffic(flags.traffic), batching_specs(flags)
     with lossy_output():
         return run_interruptible(_bench(flags, trace, specs))

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cluster.cli.commands.planning.inputs import check_writable
 from planner.compare import MetricRow, Unit, compared, doubts, is_result
 from planner.pages.changes_page import changes_page
 from planner.search.plan_changes import PlanChanges, is_plan
@@ -22,6 +23,7 @@ MAX_BYTES = 16 << 20
 
 def run_compare(a: Path, b: Path, as_json: bool, report: Path | None = None) -> int:
     """Raises InputError."""
+    check_writable("--report", report)
     first, second = _read(a), _read(b)
     if is_plan(first) and is_plan(second):
         return _compare_plans((a, first), (b, second), as_json, report)

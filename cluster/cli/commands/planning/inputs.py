@@ -356,8 +356,10 @@ def describe_cost(hardware: Hardware, tp: int, others: Iterable[int] = ()) -> st
     return f"measured at TP {tp}: {known}{shared}"
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raises InputError."""
+def check_writable(option: str, path: Path | None) -> None:
+    """Before the work, whose result would be lost. None: nothing is written. Raises InputError."""
+    if path is None:
+        return
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise InputError(f"{option}: expected a file that can be written, got {path}", field=option)

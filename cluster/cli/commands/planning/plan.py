@@ -140,8 +140,7 @@ def _roles(plan: Plan) -> list[str]:
 def _check_before_the_search(flags: PlanFlags, candidates: Sequence[RoleHardware]) -> None:
     """What would otherwise lose its result."""
     for option, path in (("--report", flags.report), ("--values", flags.values), ("--state", flags.state)):
-        if path is not None:
-            check_writable(option, path)
+        check_writable(option, path)
     if flags.values is not None:
         for hardware in candidates:
             check_values(hardware)

@@ -10,6 +10,7 @@ from typing import get_args
 import psutil
 from rich.console import Console
 
+from cluster.cli.commands.planning.inputs import check_writable
 from cluster.cli.commands.planning.running_pair import LONG_PROMPT, SHORT_PROMPT, RunningPair, measure_pair
 from cluster.profiling.measured import build_alone
 from cluster.profiling.neighbour import Load, neighbours
@@ -37,7 +38,9 @@ MOST_OFF = 1.5  # times: more is not how steps of an engine differ that is alone
 
 
 def run_profile(config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None) -> int:
-    """Measures workers of one rank; links come from the device file. Raises ConfigError, CheckpointError."""
+    """Measures workers of one rank; links come from the device file. Raises InputError, ConfigError and
+    CheckpointError."""
+    check_writable("output", output)
     console = Console(stderr=True, highlight=False)
     spec = load_spec(config, {"models.0.source": model})
     resolved = resolve_models(spec, console.print, fetch=True)[0]
