@@ -27,15 +27,16 @@ class MachineKind:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines to deploy workers on. Machines are whole, so they may have more devices than the plan."""
+    """The machines of one kind to deploy workers on. Machines are whole, so they may have more devices than the plan;
+    if the deployment is a single machine, it has the plan's devices only."""
 
     count: int
     devices: int  # of each
 
     @classmethod
-    def of(cls, widths: Iterable[int], devices_per_node: int) -> Machines:
-        """The fewest machines for workers of these widths; the ranks of a worker share a machine. A single machine has
-        the devices of its workers only."""
+    def of(cls, widths: Iterable[int], devices_per_node: int, *, are_all: bool = True) -> Machines:
+        """The fewest machines for workers of these widths; the ranks of a worker share a machine. `are_all`: there are
+        no other machines, and if one is enough, it has the devices of its workers only."""
         widest_first = sorted(widths, reverse=True)
         free: list[int] = []
         for width in widest_first:
@@ -44,7 +45,8 @@ class Machines:
                 free.append(devices_per_node - width)
             else:
                 free[place] -= width
-        return cls(len(free), devices_per_node if len(free) > 1 else sum(widest_first))
+        is_alone = are_all and len(free) < 2
+        return cls(len(free), sum(widest_first) if is_alone else devices_per_node)
 
     @property
     def all_devices(self) -> int:
@@ -126,7 +128,10 @@ class MachineKinds:
         workers = {role: _widths(layout, role) for role in Role}
         if not self.is_mixed:
             return (Machines.of([tp for each in workers.values() for tp in each], self.decode.devices_per_node),)
-        return tuple(Machines.of(each, self.of_role(role).devices_per_node) for role, each in workers.items())
+        are_all = not all(workers.values())
+        return tuple(
+            Machines.of(each, self.of_role(role).devices_per_node, are_all=are_all) for role, each in workers.items()
+        )
 
     def deployed(self, layout: ClusterLayout) -> Deployed:
         machines = self.machines(layout)

@@ -175,11 +175,15 @@ def test_the_name_of_a_shape_is_no_checkpoint() -> None:
     assert checked_source(None, "meta-llama/Llama-3-70B") == "meta-llama/Llama-3-70B"
 
 
-def mixed_values(layout: ClusterLayout, prefill: str, decode: str, element_bytes: float = 2.0) -> tuple[Plan, str]:
+def mixed_values(
+    layout: ClusterLayout, prefill: str, decode: str, element_bytes: float = 2.0, decode_per_node: int = 8
+) -> tuple[Plan, str]:
     """Of a plan that came to `layout` with a device for each role."""
     plan, _ = planned(layout, "llama-3-8b", decode, element_bytes)
     model = find_model("llama-3-8b", ElementSizes(element_bytes, element_bytes))
-    pair = MixedHardware.pair(*(Hardware(model, find_device(each)) for each in (prefill, decode)))
+    sizes = ((prefill, 8), (decode, decode_per_node))
+    devices = (find_device(name).model_copy(update={"devices_per_node": size}) for name, size in sizes)
+    pair = MixedHardware.pair(*(Hardware(model, each) for each in devices))
     plan = replace(plan, machines=MachineKinds.of(pair))
     return plan, helm_values(plan, pair, "/models/llama-3-8b")
 
@@ -187,9 +191,9 @@ def mixed_values(layout: ClusterLayout, prefill: str, decode: str, element_bytes
 @pytest.mark.parametrize(
     ("layout", "gpus", "pods"),
     [
-        (ClusterLayout(2, 1, 1, 1, 2048), (2, 1), (1, 1)),
+        (ClusterLayout(2, 1, 1, 1, 2048), (8, 8), (1, 1)),
         (ClusterLayout(5, 2, 3, 4, 2048), (8, 8), (2, 2)),
-        (ClusterLayout(2, 1, 3, 8, 2048), (2, 8), (1, 3)),
+        (ClusterLayout(2, 1, 3, 8, 2048), (8, 8), (1, 3)),
         (ClusterLayout(10, 8, 11, 8, 2048), (8, 8), (10, 11)),
     ],
 )
@@ -225,12 +229,12 @@ def test_workers_of_each_role_go_to_nodes_of_their_device(
     assert more is None or f"# It is {more}.\n" in text
 
 
-@pytest.mark.parametrize("layout", [ClusterLayout(2, 1, 1, 1, 2048), ClusterLayout(5, 2, 3, 4, 2048)])
+@pytest.mark.parametrize("decode_per_node", [8, 4])
 def test_the_head_says_how_each_group_gets_its_nics(
-    layout: ClusterLayout, render: Callable[..., Any], tmp_path: Path
+    decode_per_node: int, render: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A group of other pods has `rdma` of its own."""
-    _, text = mixed_values(layout, "h100", "a100")
+    _, text = mixed_values(ClusterLayout(2, 1, 1, 1, 2048), "h100", "a100", decode_per_node=decode_per_node)
     assert "# the plan moves KV between pods at 25 GB/s for each device.\n" in text, "the slower link"
     (told,) = re.findall(r"--set (node\.rdma\S+)", text)
     path = tmp_path / "plan.yaml"

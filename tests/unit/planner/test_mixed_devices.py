@@ -134,8 +134,8 @@ class TestSearch:
         assert best.chosen is not None
         assert best.chosen.layout == ClusterLayout(2, 1, 1, 1, 2048)
         assert not any(each.layout.is_aggregated for each in best.finalists)
-        assert [each.devices for each in best.costs] == [3, 3, 3]
-        assert all(each.per_hour == pytest.approx(9.8) for each in best.costs)
+        assert [each.devices for each in best.costs] == [3, 3, 16]
+        assert [each.per_hour for each in best.costs] == pytest.approx([9.8, 9.8, 8 * 3.0 + 8 * 3.8])
 
     def test_a_pair_of_equal_devices_is_planned_as_that_device(self) -> None:
         single, pair = plan_alone(), plan("h200", "h200")
@@ -249,8 +249,12 @@ class TestMachines:
             "decode": {"machines": 2, "devices": 8},
         }
 
-    def test_a_single_machine_of_a_kind_has_the_devices_of_its_workers(self) -> None:
-        assert self.KINDS.machines(ClusterLayout(3, 1, 1, 2, 2048)) == (Machines(1, 3), Machines(1, 2))
+    def test_machines_of_two_kinds_are_whole(self) -> None:
+        """They are two, even if one of each is enough."""
+        assert self.KINDS.machines(ClusterLayout(3, 1, 1, 2, 2048)) == (Machines(1, 8), Machines(1, 4))
+        found = self.KINDS.deployed(ClusterLayout(8, 1, 1, 1, 2048))
+        assert (found.machines, found.devices) == (2, 12)
+        assert found.per_hour == pytest.approx(8 * 3.0 + 4 * 3.8)
 
     @pytest.mark.parametrize("price", [0.0, 3.0])
     def test_of_one_kind_the_price_is_the_number_of_devices(self, price: float) -> None:
@@ -284,7 +288,7 @@ class TestWhatIsWritten:
             "decode": 3.8,
         }
         assert "price_per_hour" not in found
-        assert found["chosen"]["deployed"]["of_role"]["decode"] == {"machines": 1, "devices": 1}
+        assert found["chosen"]["deployed"]["of_role"]["decode"] == {"machines": 1, "devices": 8}
 
     def test_the_report_has_prices_and_a_roofline_of_each_device(self) -> None:
         charts = rooflines_of(plan(), mixed(), traffic())
