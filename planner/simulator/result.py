@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.simulator.fleet import SimFleet
 from planner.simulator.measurements import RunMeasurements
@@ -52,13 +54,18 @@ def summarize(trace: TrafficTrace, setup: Setup, slo: Slo, measurements: RunMeas
     )
 
 
-def _use(workers: list[SimWorker], seconds: float) -> PoolUse:
-    busy = [each.busy_s / seconds for each in workers]
+def _use(epochs: list[SimWorker], seconds: float) -> PoolUse:
+    """A worker that was lost and came back is one worker."""
+    of_worker = defaultdict[str, NDArray[np.float64]](lambda: np.zeros(3))
+    for each in epochs:
+        of_worker[each.key.worker_id] += (each.busy_s, each.egress.busy_s, each.ingress.busy_s)
+    shares = np.array([*of_worker.values()]) / seconds
+    busy, sent, received = shares.mean(axis=0).tolist()
     return PoolUse(
-        workers=sum(not each.lost for each in workers),
-        busy=float(np.mean(busy)),
-        busiest=max(busy),
-        sent=float(np.mean([each.egress.busy_s / seconds for each in workers])),
-        received=float(np.mean([each.ingress.busy_s / seconds for each in workers])),
-        bytes_sent=sum(each.egress.moved_bytes for each in workers),
+        workers=sum(not each.lost for each in epochs),
+        busy=busy,
+        busiest=float(shares[:, 0].max()),
+        sent=sent,
+        received=received,
+        bytes_sent=sum(each.egress.moved_bytes for each in epochs),
     )

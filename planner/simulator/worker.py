@@ -99,7 +99,7 @@ class SimWorker:
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._load: SimLoad | None = None  # None: recount it
         self._total_blocks = self.blocks.counts().total
-        self._stepping = False
+        self._stepping, self._began_s = False, 0.0
         self._repeat: tuple[float, float, int, int] | None = None  # start, step time, steps, context
         self._generation = 0  # of the scheduled end of a step; ends of older ones are ignored
 
@@ -121,6 +121,8 @@ class SimWorker:
 
     def lose(self) -> None:
         """Stops at once. Tokens sent before count as sent."""
+        if self._stepping:
+            self.busy_s += self._loop.now_s() - self._began_s
         if self._repeat is not None:
             start_s, step_s, steps, _ = self._repeat
             done = min(steps - 1, int((self._loop.now_s() - start_s) / step_s))
@@ -202,7 +204,7 @@ class SimWorker:
         for part in plan.exports:
             if part.in_cache:
                 self._host.export(self, part, now_s, now_s)
-        self._stepping = True
+        self._stepping, self._began_s = True, now_s
         self._generation += 1
         if self._cores is None:
             self._loop.call_at(now_s + seconds, self._end, self._generation, plan, now_s)
@@ -286,7 +288,7 @@ class SimWorker:
         context = sum(each.computed + 1 for each in running)
         step_s = self.cost.step_s((), len(running), context + len(running) * (steps - 1) // 2)
         self._repeat = (now_s, step_s, steps, context)
-        self._stepping = True
+        self._stepping, self._began_s = True, now_s
         self._generation += 1
         self._loop.call_at(now_s + steps * step_s, self._end_repeat, self._generation, steps)
 

@@ -288,6 +288,22 @@ class TestFaults:
         again_s = (1000 + 51) * PER_TOKEN_S + 49 * STEP_S
         assert result.e2e_s.p50 == pytest.approx(lost_at_s + again_s, rel=0.02)
 
+    def test_a_worker_that_came_back_is_one_that_was_busy_until_its_loss(self) -> None:
+        lost_at_s = 2 * HOP_S + 1000 * PER_TOKEN_S + 50.5 * STEP_S
+        faults = (Fault(FaultKind.WORKER, lost_at_s, "decode-0", 0.001),)
+        result = simulate(one(1000, 101), setup_of(0, 1, faults=faults))
+        again_s = (1000 + 51) * PER_TOKEN_S + 49 * STEP_S
+        found = result.pools["decode"]
+        assert found.workers == 1
+        assert found.busy == found.busiest
+        assert found.busy * result.seconds == pytest.approx(lost_at_s + again_s, rel=0.01)
+
+    def test_a_prompt_at_which_a_worker_is_lost_kept_it_busy(self) -> None:
+        faults = (Fault(FaultKind.WORKER, 1.0, "decode-0"),)
+        result = simulate(one(20_000, 2), setup_of(0, 2, faults=faults))
+        assert result.pools["decode"].busiest * result.seconds == pytest.approx(2.0, rel=0.01)
+        assert result.pools["decode"].busy * result.seconds == pytest.approx(1.5, rel=0.01)
+
     def test_a_pool_that_is_lost_for_good_leaves_nobody_waiting_for_ever(self) -> None:
         result = simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-0@6"),)))
         assert ended(result) == 200
