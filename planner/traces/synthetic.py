@@ -72,7 +72,8 @@ def synthetic_trace(
     if prefixes is not None:
         shared, shared_tokens = _share(prefixes, count, random)
         prompt_tokens = own_tokens + shared_tokens
-    note = f"{arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
+    means = f"prompts of {prompt_tokens.mean():.0f}, answers of {answers.mean():.0f} tokens on average"
+    note = f"{arrivals.describe()}, {means}"
     return TrafficTrace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
 
 

@@ -21,7 +21,10 @@ Lengths = Annotated[
     str | None, typer.Option(help="Mean tokens of a synthetic trace: PROMPT:OUTPUT or PROMPT:OUTPUT:CV:CV.")
 ]
 Prefixes = Annotated[
-    str | None, typer.Option(help="Shared prefixes of a synthetic trace: COUNT:TOKENS:SHARE. Default: none.")
+    str | None,
+    typer.Option(
+        help="Shared prefixes of a synthetic trace, before the prompts of --lengths: COUNT:TOKENS:SHARE. Default: none."
+    ),
 ]
 Start = Annotated[float, typer.Option("--start", help="Skip requests that arrive before this second.", min=0)]
 Duration = Annotated[float | None, typer.Option("--duration", help="Seconds of the trace to use. Default: all.", min=0)]

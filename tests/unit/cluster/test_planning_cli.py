@@ -322,6 +322,8 @@ def test_of_several_devices_the_cheapest_is_the_plan() -> None:
         ),
         (["simulate", "no-such-file.csv", *MODEL], "expected a trace"),
         (["simulate", "synthetic", *MODEL], "--arrivals and --lengths"),
+        (["simulate", *TRAFFIC, *MODEL, "--prefixes", "4.7:500:1"], "whole numbers, got '4.7:500:1'"),
+        (["simulate", *TRAFFIC, *MODEL, "--prefixes", "4:500.5:1"], "whole numbers, got '4:500.5:1'"),
         (["plan", *TRAFFIC, *MODEL, "--ttft", "1", "--where", "model=a"], "--where: expected none with a synthetic"),
         (["simulate", *TRAFFIC, "--model", "gpt-9"], "llama-3-8b"),
         (["simulate", *TRAFFIC, "--model", "llama-3-8b", "--device", "abacus"], "a100"),

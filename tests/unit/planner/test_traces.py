@@ -391,6 +391,11 @@ class TestSynthetic:
         assert hits.hit_tokens == pytest.approx(4000 * 0.5 * 160, rel=0.05)
         assert trace.prompt_tokens.mean() == pytest.approx(40 + 80, rel=0.05)
 
+    def test_the_note_has_the_mean_lengths_that_were_drawn(self) -> None:
+        shared = SharedPrefixes(count=4, tokens=500, share=1.0)
+        trace = synthetic_trace(100, Gamma(5.0), LengthSpec(1000), LengthSpec(100), prefixes=shared)
+        assert trace.notes == ("Poisson at 5 requests/s, prompts of 1500, answers of 100 tokens on average",)
+
     @pytest.mark.parametrize(
         "build",
         [

@@ -155,7 +155,10 @@ def _synthetic(flags: TrafficFlags, process: ArrivalProcess | None) -> TrafficTr
     prompt_cv, output_cv = lengths[2:] or (0.0, 0.0)
     shared = None
     if flags.prefixes is not None:
-        count, tokens, share = _floats("--prefixes", flags.prefixes, "COUNT:TOKENS:SHARE", (3,))
+        expected = "COUNT:TOKENS:SHARE, the first two whole numbers"
+        count, tokens, share = _floats("--prefixes", flags.prefixes, expected, (3,))
+        if not (count.is_integer() and tokens.is_integer()):
+            raise ConfigError(f"--prefixes: expected {expected}, got {flags.prefixes[:60]!r}", field="--prefixes")
         shared = SharedPrefixes(int(count), int(tokens), share)
     return synthetic_trace(
         flags.requests or 1000,
