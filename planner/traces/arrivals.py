@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +12,8 @@ from tandem.errors import InputError
 
 Times = NDArray[np.float64]
 _STEPS = 4096  # grid points of a varying rate
+_LEAST, _MOST = 1e-6, 1e9  # of rates and times
+_MOST_CV = 100.0
 
 
 class ArrivalProcess(Protocol):
@@ -32,7 +33,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         _require("rate", self.requests_per_s)
-        _require("cv", self.cv)
+        _require("cv", self.cv, _MOST_CV)
 
     def times_s(self, count: int, random: np.random.Generator) -> Times:
         shape = 1 / self.cv**2
@@ -59,7 +60,10 @@ class Ramp:
     def times_s(self, count: int, random: np.random.Generator) -> Times:
         grid_s = np.linspace(0.0, self.duration_s, _STEPS)
         rates = np.linspace(self.from_per_s, self.to_per_s, _STEPS)
-        return _time_rescaled(count, random, grid_s, rates, self.to_per_s)
+        expected, unit = _integral(rates, grid_s), _unit_times(count, random)
+        beyond = np.maximum(0.0, unit - expected[-1]) / self.to_per_s
+        times_s: Times = np.interp(unit, expected, grid_s) + beyond
+        return times_s
 
     def describe(self) -> str:
         return f"a ramp from {self.from_per_s:g} to {self.to_per_s:g} requests/s over {self.duration_s:g} s"
@@ -80,24 +84,29 @@ class Diurnal:
             raise InputError(f"swing: expected a share from 0 to 1, got {self.swing:g}", field="swing")
 
     def times_s(self, count: int, random: np.random.Generator) -> Times:
-        periods = math.ceil(count / (self.requests_per_s * self.period_s)) + 1
-        grid_s = np.linspace(0.0, periods * self.period_s, _STEPS * periods)
+        grid_s = np.linspace(0.0, self.period_s, _STEPS)
         rates = self.requests_per_s * (1 + self.swing * np.sin(2 * np.pi * grid_s / self.period_s))
-        return _time_rescaled(count, random, grid_s, rates, self.requests_per_s)
+        expected = _integral(rates, grid_s)
+        periods, rest = np.divmod(_unit_times(count, random), expected[-1])
+        times_s: Times = periods * self.period_s + np.interp(rest, expected, grid_s)
+        return times_s
 
     def describe(self) -> str:
         return f"a day of {self.period_s:g} s around {self.requests_per_s:g} requests/s, peak x {1 + self.swing:g}"
 
 
-def _time_rescaled(count: int, random: np.random.Generator, grid_s: Times, rates: Times, rate_after: float) -> Times:
-    """Draws a Poisson process of rate 1 and maps it back through the inverse of the rate's integral."""
-    expected = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(grid_s))])
-    unit = np.cumsum(random.exponential(1.0, count))
-    beyond = np.maximum(0.0, unit - expected[-1]) / rate_after
-    times_s: Times = np.interp(unit, expected, grid_s) + beyond
-    return times_s
+# Time rescaling: the inverse of a rate's integral maps a Poisson process of rate 1 to one of that rate.
 
 
-def _require(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise InputError(f"{name}: expected more than 0, got {value:g}", field=name)
+def _unit_times(count: int, random: np.random.Generator) -> Times:
+    return np.cumsum(random.exponential(1.0, count))
+
+
+def _integral(rates: Times, grid_s: Times) -> Times:
+    """The requests that arrive until each time of the grid, on average."""
+    return np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(grid_s))])
+
+
+def _require(name: str, value: float, most: float = _MOST) -> None:
+    if not _LEAST <= value <= most:
+        raise InputError(f"{name}: expected {_LEAST:g} to {most:g}, got {value:g}", field=name)

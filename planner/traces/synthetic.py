@@ -13,6 +13,8 @@ from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import InputError
 
 BLOCK_TOKENS = 16
+MOST_TOKENS = 1 << 20
+MOST_CV = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,13 @@ class LengthSpec:
 
     mean: float
     cv: float = 0.0
-    most: int = 1 << 20
+    most: int = MOST_TOKENS
 
     def __post_init__(self) -> None:
         if not (1 <= self.mean <= self.most):
             raise InputError(f"mean: expected 1 to {self.most} tokens, got {self.mean:g}", field="mean")
-        if not (self.cv >= 0 and math.isfinite(self.cv)):
-            raise InputError(f"cv: expected at least 0, got {self.cv:g}", field="cv")
+        if not 0 <= self.cv <= MOST_CV:
+            raise InputError(f"cv: expected 0 to {MOST_CV:g}, got {self.cv:g}", field="cv")
 
     def draw(self, count: int, random: np.random.Generator) -> NDArray[np.int64]:
         variance = math.log(1 + self.cv**2)
@@ -45,9 +47,9 @@ class SharedPrefixes:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.tokens < 1 or not 0 <= self.share <= 1:
+        if not (1 <= self.count <= MOST_TOKENS and 1 <= self.tokens <= MOST_TOKENS and 0 <= self.share <= 1):
             raise InputError(
-                "shared prefixes: expected a count and tokens of at least 1, and a share from 0 to 1, got "
+                f"shared prefixes: expected a count and tokens from 1 to {MOST_TOKENS}, and a share from 0 to 1, got "
                 f"{self.count}, {self.tokens}, {self.share:g}",
                 field="prefixes",
             )

@@ -382,6 +382,11 @@ class TestSynthetic:
         day = Diurnal(5.0, 0.8, 1000.0).times_s(5000, random)
         assert (day < 500).sum() / 5000 == pytest.approx(0.5 + 0.8 / np.pi, abs=0.03)
 
+    def test_days_far_shorter_than_the_time_between_requests_take_no_memory_each(self) -> None:
+        times_s = Diurnal(1e-4, 0.5, 0.01).times_s(20_000, np.random.default_rng(1))
+        assert np.diff(times_s).mean() == pytest.approx(1e4, rel=0.05)
+        assert (np.modf(times_s / 0.01)[0] < 0.5).mean() == pytest.approx(0.5 + 0.5 / np.pi, abs=0.02)
+
     def test_shared_prefixes_are_hit_by_all_but_the_first_of_each(self) -> None:
         shared = SharedPrefixes(count=3, tokens=160, share=0.5)
         trace = synthetic_trace(4000, Gamma(5.0), LengthSpec(40, 0.5), LengthSpec(10), prefixes=shared)
@@ -400,9 +405,15 @@ class TestSynthetic:
         "build",
         [
             lambda: Gamma(0.0),
+            lambda: Gamma(1e-300),
+            lambda: Gamma(1.0, 1e200),
+            lambda: Ramp(1.0, 2.0, float("inf")),
             lambda: Diurnal(1.0, 1.5),
             lambda: LengthSpec(0.5),
+            lambda: LengthSpec(100, 1e200),
             lambda: SharedPrefixes(0, 1),
+            lambda: SharedPrefixes(1 << 40, 1),
+            lambda: SharedPrefixes(1, 1 << 40),
             lambda: synthetic_trace(0, Gamma(1.0), LengthSpec(1), LengthSpec(1)),
         ],
     )
