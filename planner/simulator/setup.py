@@ -130,13 +130,17 @@ class Fault:
         try:
             what, _, when = text.partition("@")
             kind, _, worker_id = what.partition(":")
-            when, _, factor = when.partition("*")
+            when, star, factor = when.partition("*")
             at, _, lasting = when.partition("+")
-            fault = cls(FaultKind(kind), float(at), worker_id, float(lasting) if lasting else None, float(factor or 1))
+            for_s, times = float(lasting) if lasting else None, float(factor) if star else 1.0
+            fault = cls(FaultKind(kind), float(at), worker_id, for_s, times)
         except ValueError:
             raise _wrong_fault(text) from None
         is_finite = all(map(math.isfinite, (fault.at_s, fault.factor, fault.for_s or 0.0)))
-        if (fault.kind is FaultKind.REDIS) == bool(worker_id) or not is_finite or fault.at_s < 0 or fault.factor < 1:
+        if (fault.kind is FaultKind.REDIS) == bool(worker_id) or not is_finite or fault.at_s < 0:
+            raise _wrong_fault(text)
+        is_link = fault.kind is FaultKind.LINK
+        if (bool(star), fault.factor > 1) != (is_link, is_link):
             raise _wrong_fault(text)
         if fault.for_s is not None and fault.for_s <= 0:
             raise _wrong_fault(text)
@@ -144,7 +148,10 @@ class Fault:
 
 
 def _wrong_fault(text: str) -> ConfigError:
-    forms = "worker:decode-0@30, worker:decode-0@30+10 (back after 10 s), redis@30+20, link:prefill-0@30+20*8"
+    forms = (
+        "worker:decode-0@30, worker:decode-0@30+10 (back after 10 s), redis@30+20, link:prefill-0@30+20*8 "
+        "(an eighth of the rate)"
+    )
     return ConfigError(f"--fault: expected one of the forms {forms}, got {text[:60]!r}", field="--fault")
 
 

@@ -319,7 +319,22 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         "text",
-        ["worker@3", "redis:x@3", "link:prefill-0@3*0.5", "worker:a@-1", "worker:a@nan", "link:a@0*inf", "fire@3", "x"],
+        [
+            "worker@3",
+            "redis:x@3",
+            "link:prefill-0@3*0.5",
+            "worker:a@-1",
+            "worker:a@nan",
+            "link:a@0*inf",
+            "fire@3",
+            "x",
+            "worker:decode-0@30+10*4",
+            "worker:decode-0@30*1",
+            "redis@30*8",
+            "link:prefill-0@30+20",
+            "link:prefill-0@30+20*",
+            "link:prefill-0@30+20*1",
+        ],
     )
     def test_a_fault_of_no_known_form_is_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="expected one of the forms"):
