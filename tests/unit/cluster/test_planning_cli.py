@@ -131,7 +131,7 @@ def test_a_plan_with_bounded_steps_names_the_longest() -> None:
     assert "note: with engine.longest_step_s: 0.03" in shown
 
 
-def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:
+def test_the_largest_load_and_how_long_a_plan_lasts_are_printed(tmp_path: Path) -> None:
     goal = ["--ttft", "0.5", "--tpot", "0.01", "--devices", "1", "--simulated", "50", "--step-tokens", "2048"]
     planned = run("plan", *TRAFFIC, *MODEL, *goal, "--jobs", "1", "--growth", "0.1", "--json")
     lasts = json.loads(planned.stdout)["headroom"]
@@ -141,6 +141,10 @@ def test_the_largest_load_and_how_long_a_plan_lasts_are_printed() -> None:
     assert f"at load x {lasts['missed_at']:g} the goal is missed" in shown
     assert f"traffic that grows by 10 % a month reaches it after {lasts['months']:.1f} months" in shown
     assert f"note: load x {lasts['load']:g}\n" in shown
+    report = tmp_path / "report.html"
+    found = run("plan", *TRAFFIC, *MODEL, *goal, "--jobs", "1", "--max-load", "--report", str(report), "--json")
+    assert [each["job"]["load"] for each in json.loads(found.stdout)["grid"]] == [lasts["load"]]
+    assert "Other numbers of workers" in report.read_text()
 
 
 def test_a_schedule_shows_the_pools_of_each_part_and_what_they_save() -> None:

@@ -175,7 +175,7 @@ def _search(trace: TrafficTrace, candidates: Sequence[RoleHardware], flags: Plan
             plan = with_headroom(plan, trace, hardware, means, flags.growth, progress)
         if flags.schedule is not None:
             plan = with_schedule(plan, trace, hardware, means, flags.schedule, progress, flags.traffic.load)
-        if flags.report is not None and not flags.max_load:
+        if flags.report is not None:
             plan = with_grid(plan, trace, hardware, means, progress)
         return [replace(best, plan=plan), *others]
 
