@@ -22,11 +22,13 @@ def busiest(trace: TrafficTrace, requests: int) -> TrafficTrace:
     if requests >= len(trace):
         return trace
     work = np.concatenate([[0.0], np.cumsum(trace.prompt_tokens + _ANSWER_WEIGHT * trace.output_tokens)])
-    starts = np.arange(len(trace) - requests)
-    seconds = trace.arrival_s[starts + requests] - trace.arrival_s[starts]
+    starts = np.arange(len(trace) - requests + 1)
+    arrival_s = trace.arrival_s
+    gap_s = (arrival_s[-1] - arrival_s[-requests]) / max(1, requests - 1)  # in the last stretch, and after it
+    seconds = np.append(arrival_s, arrival_s[-1] + (gap_s or math.inf))[starts + requests] - arrival_s[starts]
     start = int(np.argmax((work[starts + requests] - work[starts]) / np.maximum(seconds, 1e-9)))
     part = trace.stretch(start, start + requests)
-    since_s = float(trace.arrival_s[start] - trace.arrival_s[0])
+    since_s = float(arrival_s[start] - arrival_s[0])
     note = f"{BUSIEST} {requests} of {len(trace)} requests: {part.span_s:.0f} s from second {since_s:.0f}"
     return replace(part, notes=(*trace.notes, note))
 

@@ -113,7 +113,7 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     assert "The plan:" in first.stdout
     head = first.stdout.splitlines()[0]
     assert "for synthetic, " in head
-    assert "requests/s (the busiest 50 of 60 requests: 12 s from second 3)" in head
+    assert "requests/s (the busiest 50 of 60 requests: 12 s from second 4)" in head
     assert first.stdout.count("synthetic") == 1
     spec = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"])
     assert spec.models[0].source == "/models/llama"

@@ -114,11 +114,12 @@ def test_a_class_that_no_request_has_is_refused_by_name(trace: TrafficTrace, har
 def test_a_class_that_the_simulated_part_lacks_is_named(
     trace: TrafficTrace, hardware: Hardware, general: Slo, rare: str
 ) -> None:
-    """Its only request is the last one; a class without objectives of its own has the general ones."""
+    """Its only request comes a minute after the others; a class without objectives of its own has the general ones."""
     other = {"long": "chat", "chat": "long"}[rare]
     label = np.zeros(COUNT, np.int32)
     label[-1] = 1
-    late = replace(trace, labels=((other, ""), (rare, "")), label=label, prompt_tokens=np.full(COUNT, 1000))
+    arrival_s, lengths = np.append(trace.arrival_s[:-1], COUNT / 6.0 + 60.0), np.full(COUNT, 1000)
+    late = replace(trace, labels=((other, ""), (rare, "")), label=label, arrival_s=arrival_s, prompt_tokens=lengths)
     goal = Goal(replace(general, of_class=(("long", Slo(30.0)),)), max_devices=1, step_tokens=(2048,))
     note = f"the objectives of class {rare} were not checked, because the simulated part has no such request: raise"
     for requests, is_noted in ((COUNT - 1, True), (COUNT, False)):

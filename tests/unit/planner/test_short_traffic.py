@@ -1,16 +1,28 @@
-"""A plan says when its traffic is too short for its answers."""
+"""The part of a trace that a plan simulates, and what a plan says if it is too short for its answers."""
 
 from __future__ import annotations
+
+import numpy as np
+import pytest
 
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.goal import Goal
 from planner.search.plan import SearchOptions, make_plan
-from planner.search.traffic import with_note_if_short
+from planner.search.traffic import busiest, with_note_if_short
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
+from planner.traces.trace import TrafficTrace
+
+
+def test_the_busiest_part_may_be_the_last() -> None:
+    quiet, busy = np.arange(80.0), 80.0 + np.arange(20) / 10
+    arrival_s, tokens = np.append(quiet, busy), np.full(100, 10)
+    part = busiest(TrafficTrace("t", arrival_s, tokens, tokens), 20)
+    assert part.span_s == pytest.approx(1.9)
+    assert part.notes[-1] == "the busiest 20 of 100 requests: 2 s from second 80"
 
 
 class TestShortTraffic:
