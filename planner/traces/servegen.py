@@ -22,6 +22,7 @@ from tandem.errors import InputError
 
 FAMILIES = ("Gamma", "Weibull")
 _LAST_WINDOW_S = 600.0
+_MOST_DRAWN = 1 << 20  # intervals of a window, or 64 times as many as it has on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,21 @@ def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:
     """Draws the arrivals of one window. The file's rate gives the mean interval, its parameters the shape."""
     mean = int((window.end_s - window.start_s) * window.requests_per_s)
     count = mean + 10 * math.isqrt(mean + 1) + 10
+    times_s = window.start_s + np.cumsum(_intervals(window, count, random)) / window.requests_per_s
+    most = max(_MOST_DRAWN, 64 * count)
+    while times_s[-1] < window.end_s and len(times_s) < most:  # most intervals of great bursts take no time
+        more = np.cumsum(_intervals(window, len(times_s), random)) / window.requests_per_s
+        times_s = np.concatenate([times_s, times_s[-1] + more])
+    drawn: NDArray[np.float64] = times_s[times_s < window.end_s]
+    return drawn
+
+
+def _intervals(window: Window, count: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """With a mean of 1."""
     shape = window.shape if window.shape > 0 else 1.0
     if window.family == "Gamma":
-        intervals = random.gamma(shape, 1.0 / shape, count)
-    else:
-        intervals = random.weibull(shape, count) / math.gamma(1 + 1 / shape)
-    times_s: NDArray[np.float64] = window.start_s + np.cumsum(intervals) / window.requests_per_s
-    return times_s[times_s < window.end_s]
+        return random.gamma(shape, 1.0 / shape, count)
+    return random.weibull(shape, count) / math.gamma(1 + 1 / shape)
 
 
 def _wrong(name: str, line: int, column: str, expected: str, got: object) -> InputError:

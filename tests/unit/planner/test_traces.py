@@ -128,6 +128,13 @@ class TestFormats:
         assert trace.prompt_tokens.mean() == pytest.approx(200, rel=0.05)
         assert (np.diff(trace.arrival_s) >= 0).all()
 
+    def test_bursts_do_not_end_a_servegen_window_early(self, tmp_path: Path) -> None:
+        """Of intervals with a coefficient of variation of 32, 850 often take less than a window of 600 s."""
+        written(tmp_path, "chunk-1-trace.csv", "0,1.0,32,Gamma,0.001,1000\n")
+        lengths = {"input_tokens": "{100: 1.0}", "output_tokens": "{10: 1.0}"}
+        written(tmp_path, "chunk-1-dataset.json", json.dumps({"0": lengths}))
+        assert max(len(read_trace(tmp_path, seed=seed)) for seed in range(10)) > 850
+
     def test_a_request_log_comes_back_as_it_was_written(self, tmp_path: Path) -> None:
         trace = read_trace(written(tmp_path, "m.jsonl", lines(*MOONCAKE)))
         write_request_log(trace, tmp_path / "log.jsonl")
