@@ -243,8 +243,8 @@ class Loads:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`together`, `apart`: the best aggregated and the best disaggregated layout; None: no load meets the objectives.
-    `others`: the ratios of these two layouts' largest loads with other traffics of the same kind. `rate`: requests a
-    second at a load of 1."""
+    `others`: the ratios of these two layouts' largest loads with resampled traces. `rate`: requests a second at a
+    load of 1."""
 
     cell: Cell
     together: Served | None

@@ -59,10 +59,10 @@ def questions(folder: Path | None) -> list[Question]:
         path = None if folder is None else folder / TURNS
         return busiest(read_trace(path), requests) if path is not None and path.exists() else None
 
-    traffics = [each for each in made_up() if each.name in ("chat", "documents")]
+    drawn = [each for each in made_up() if each.name in ("chat", "documents")]
     return [
         Question(traffic, objectives)
-        for traffic in (*traffics, Traffic("turns", turns, (3.0, 10.0)))
+        for traffic in (*drawn, Traffic("turns", turns, (3.0, 10.0)))
         for objectives in (START, STREAM, BALANCED)
     ]
 

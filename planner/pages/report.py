@@ -26,7 +26,7 @@ _LEGEND = (
     "3xTP2 : 1xTP4 @2048: three prefill workers of two devices, one decode worker of four, 2,048 tokens in a step",
     "goodput: requests per second within both objectives; busy: the share of time in which devices run steps",
     "deployed: devices of whole machines, and their price per hour",
-    "grey bars: from the second worst to the second best of the other traffics",
+    "grey bars: from the second worst to the second best of the resampled traces",
     "MFU, MBU: shares of a device's peaks that a step reaches, all-reduces and overheads included; decode with up to "
     "as many requests as a worker runs; FLOPs as of 16 bits",
 )
@@ -77,7 +77,7 @@ def _assumptions(plan: Plan, cost_model: str) -> str:
         objectives.append(f"class {name}: " + " and ".join(f"{each} {s:g} s" for each, s in limits if s is not None))
     if (longest_s := goal.longest_step_s) is not None:
         objectives.append(f"steps with prompts and answers of up to {longest_s:g} s")
-    others = f", and for {100 * goal.confidence:g} % of other traffics of this kind" if goal.confidence else ""
+    others = f", and for {100 * goal.confidence:g} % of the resampled traces" if goal.confidence else ""
     rows = (
         ("traffic", "; ".join((traffic, *notes))),
         ("objectives", f"{', '.join(objectives)}, for {100 * goal.attainment:g} % of the requests{others}"),
@@ -118,7 +118,7 @@ def _summary(plan: Plan) -> str:
         f"<div class='plan'><p><b>{escape(str(chosen.layout))}</b>: {plural(chosen.layout.devices, 'device')}, "
         f"{chosen.joint:.1%} of requests within their objectives, goal {100 * plan.goal.attainment:g} %.</p>"
         f"{beside}<p>{escape(plan.verdict)}.</p><table><tr>{titles}</tr>{rows}</table>"
-        f"<table><tr><th>under {RESAMPLES} other traffics of this kind</th><th>devices</th><th>meets the goal</th>"
+        f"<table><tr><th>with {RESAMPLES} resampled traces</th><th>devices</th><th>meets the goal</th>"
         f"<th>requests within objectives</th></tr>{sure}</table></div>{considered}"
     )
 
@@ -183,7 +183,7 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
 
 
 def _variants(plan: Plan) -> go.Figure:
-    """The bars of the plan and of the best cheaper layout reach over 20 other traffics of the same kind."""
+    """The bars of the plan and of the best cheaper layout reach over 20 resampled traces."""
     assert plan.chosen is not None
     by_layout = {each.layout: each for each in plan.finalists}
     names = [f"cheaper: {each.layout}" if each.layout != plan.chosen.layout else "the plan" for each in plan.resampled]

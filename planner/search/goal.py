@@ -11,8 +11,8 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`attainment`: the share of requests that must meet both objectives. `confidence`: the share of other traffics of
-    the same kind for which they must too. `bounds_steps`: steps with prompts and answers aim at the TPOT objective
+    """`attainment`: the share of requests that must meet both objectives. `confidence`: the share of resampled
+    traces for which they must too. `bounds_steps`: steps with prompts and answers aim at the TPOT objective
     (engine.longest_step_s). `whole_machines`: layouts are ordered by what they cost as deployed."""
 
     slo: Slo

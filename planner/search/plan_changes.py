@@ -131,7 +131,7 @@ def _shares(plan: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
         each for each in plan.get("resampled") or () if each["layout"] == chosen["job"]["layout"]
     ]
     for each in of_chosen:
-        yield "other traffics, second worst", each["low"]
+        yield "resampled traces, second worst", each["low"]
     for each in plan["variants"]:
         found = each.get("evaluation")
         name = "steps slower, as far as they may be" if each["name"].startswith("steps ") else each["name"]

@@ -1,4 +1,4 @@
-"""The simulations of a search: layouts under other traffics of the same kind, and under other conditions."""
+"""The simulations of a search: layouts with resampled traces, and under other conditions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ REACH = 3
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """A layout under `RESAMPLES` other traffics of the same kind: for how many of them it meets the goal, and the share
-    of requests within their objectives in the second worst and the second best of them."""
+    """A layout with `RESAMPLES` resampled traces: with how many of them it meets the goal, and the share of requests
+    within their objectives with the second worst and the second best of them."""
 
     layout: ClusterLayout
     met: int
@@ -66,7 +66,7 @@ class Trials:
         layout, key = found.layout, (found.layout, found.job.load)
         if key not in self._resampled:
             jobs = [replace(found.job, most_misses=None, resample=1 + number) for number in range(RESAMPLES)]
-            self._resampled[key] = Resampled.of(self.run(f"{layout}, other traffics", jobs), self._goal.attainment)
+            self._resampled[key] = Resampled.of(self.run(f"{layout}, resampled traces", jobs), self._goal.attainment)
         return self._resampled[key]
 
     def around(self, chosen: Evaluation, finalists: Sequence[Evaluation]) -> list[Resampled]:

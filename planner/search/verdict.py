@@ -93,8 +93,8 @@ def _unsure(unsure: Sequence[Resampled], finalists: Sequence[Evaluation], goal: 
         "confidence",
         goal.confidence * RESAMPLES / max(1, surest.met),
         f"with the recorded traffic {plural(len(unsure), 'layout')} would meet the goal, but the surest "
-        f"({surest.layout}) does with {surest.met} of {RESAMPLES} others, and --confidence {goal.confidence:g} asks "
-        f"for {math.ceil(goal.confidence * RESAMPLES - 1e-9)}",
+        f"({surest.layout}) does with {surest.met} of {RESAMPLES} resampled traces, and --confidence "
+        f"{goal.confidence:g} asks for {math.ceil(goal.confidence * RESAMPLES - 1e-9)}",
     )
 
 

@@ -151,7 +151,7 @@ def plan(
     class_slo: types.ClassSlo = None,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet the objectives.")] = 0.95,
     confidence: Annotated[
-        float, typer.Option(help="Share of other traffics like this one that must meet it too. Default: 0.")
+        float, typer.Option(help="Share of resampled traces with which it must be met too. Default: 0.")
     ] = 0.0,
     growth: Annotated[
         float | None,

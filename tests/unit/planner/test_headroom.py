@@ -210,7 +210,7 @@ class TestPlan:
         assert with_headroom(nothing, traffic(), hardware(), OPTIONS, 0.05) == nothing
 
 
-def test_other_traffics_are_simulated_at_the_load_of_each_result() -> None:
+def test_resampled_traces_are_simulated_at_the_load_of_each_result() -> None:
     evaluator = Evaluator(traffic(), hardware(), GOAL.slo)
     layout = next(layouts([1], 1, (2048,)))
     with SimulationPool(evaluator, 1, Journal(None, evaluator)) as pool:

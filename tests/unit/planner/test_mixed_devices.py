@@ -160,7 +160,7 @@ class TestSearch:
             "aggregated 1xTP1 @2048",
         ]
 
-    def test_other_traffics_and_lost_workers_are_simulated(self) -> None:
+    def test_resampled_traces_and_lost_workers_are_simulated(self) -> None:
         found = plan()
         assert found.chosen is not None
         cheaper, chosen = found.resampled

@@ -234,7 +234,7 @@ class TestSearch:
         assert (slower.tpot_p50_s or 0.0) > 1.04 * (chosen.tpot_p50_s or 0.0)
         assert slower.joint <= chosen.joint
 
-    def test_it_is_tried_with_other_traffics_of_the_same_kind(self) -> None:
+    def test_it_is_tried_with_resampled_traces(self) -> None:
         found = make_plan(traffic(26.0), hardware(), GOAL, OPTIONS)
         assert found.chosen is not None
         cheaper, chosen = found.resampled
@@ -263,7 +263,8 @@ class TestSearch:
         assert found.miss is not None
         assert found.miss.limit == "confidence"
         surest = max(found.resampled, key=lambda each: each.met)
-        assert f"does with {surest.met} of 20 others, and --confidence 1 asks for 20" in found.miss.explanation
+        said = f"does with {surest.met} of 20 resampled traces, and --confidence 1 asks for 20"
+        assert said in found.miss.explanation
         assert surest.met < RESAMPLES
         html_report(found, "roofline")
 

@@ -50,7 +50,7 @@ def test_what_was_asked_otherwise_and_what_came_of_it(plans: tuple[dict[str, Any
     assert (deployed.a, deployed.b) == tuple(each["chosen"]["deployed"]["per_hour"] for each in plans)
     conditions = {each.metric: each for each in found.conditions}
     assert conditions["as planned"].a == a["chosen"]["joint"]
-    assert {"load +25 %", "steps slower, as far as they may be", "other traffics, second worst"} <= conditions.keys()
+    assert {"load +25 %", "steps slower, as far as they may be", "resampled traces, second worst"} <= conditions.keys()
 
 
 def test_prices_and_settings_of_the_search_are_told(plans: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -331,5 +331,5 @@ def _resampled(plan: Plan, width: int) -> Table:
         for each in plan.resampled
     ]
     titles = ("layout", "devices", "meets the goal", "requests within objectives")
-    title = f"Under {RESAMPLES} other traffics of this kind"
+    title = f"With {RESAMPLES} resampled traces"
     return fitted(width, titles, rows, left=("layout",), spare=("devices",), title=title, box=BOXED)
