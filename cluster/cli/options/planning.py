@@ -90,7 +90,7 @@ def simulate(
 
 
 def calibrate(
-    trace: Annotated[str, typer.Argument(help="Recording of `tandem trace record`, with measured times.")],
+    trace: Annotated[str, typer.Argument(help="Recorded trace of `tandem trace record`, with measured times.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File to write, for --calibration of simulate and plan.")
     ],

@@ -36,7 +36,7 @@ def run_calibrate(flags: CalibrateFlags) -> int:
     """Raises InputError, ConfigError."""
     if flags.traffic.trace == SYNTHETIC:
         raise InputError(
-            "trace: expected a recording of `tandem trace record`, got synthetic, whose requests no cluster has served",
+            "trace: expected a recorded trace (`tandem trace record`), got synthetic, which no cluster has served",
             field="trace",
         )
     check_writable("--output", flags.output)
