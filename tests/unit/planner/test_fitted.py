@@ -191,14 +191,14 @@ def test_a_table_that_is_none_is_refused_by_line_and_column(
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=said):
-        read_splitwise(path, "m", "h", lambda tp: LINK)
+        read_splitwise(path, "m", "h", LINK)
 
 
 @pytest.mark.parametrize("content", [5, None, [], {"opt": 5}, {"opt": [1]}, {"opt": {"one": {}}}, {"opt": {"1": 5}}])
 def test_published_coefficients_of_another_form_are_refused(tmp_path: Path, content: object) -> None:
     (tmp_path / "fit.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError):
-        read_distserve(tmp_path / "fit.json", "opt", lambda tp: LINK)
+        read_distserve(tmp_path / "fit.json", "opt", LINK)
 
 
 def test_published_coefficients_change_their_line_with_the_batch(tmp_path: Path) -> None:
