@@ -141,6 +141,9 @@ def test_make_sets_up_once_and_again_only_when_pyproject_changes(tmp_path: Path)
 
 
 def test_ci_runs_the_readmes_commands() -> None:
-    text = (ROOT / ".ci" / "run").read_text()
-    for command in ("make check", "make test", "tandem --help", "tandem doctor --help"):
-        assert command in text
+    run, wheel = ((ROOT / name).read_text() for name in (".ci/run", "scripts/check-wheel.sh"))
+    lines = run.splitlines()
+    assert {"make check", "make check-wheel"} <= {*lines}
+    assert any(line.startswith("make test-all") for line in lines)
+    for command in ("tandem --help", "tandem doctor --help"):
+        assert command in wheel
