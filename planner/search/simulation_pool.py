@@ -56,7 +56,7 @@ class Journal:
 def code_digest(root: Path = Path(__file__).parents[2]) -> str:
     """Of the version and the sources that a simulation may run: the planner, and what it shares with the product."""
     digest = hashlib.blake2b(tandem_version().encode(), digest_size=12)
-    for package in ("planner", "router", "tandem"):
+    for package in ("kvtransfer", "planner", "router", "tandem"):
         for path in sorted((root / package).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

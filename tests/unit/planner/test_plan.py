@@ -87,6 +87,7 @@ class TestBoundedSteps:
         assert digest("first") == digest("again") == digest("notes", "tandem/notes.txt", "no source")
         assert digest("first") != digest("changed", text="b = 2")
         assert digest("first") != digest("more", "tandem/c.py", "c = 1")
+        assert digest("first") != digest("widths", "kvtransfer/session/reshard.py", "d = 1")
 
     def test_results_of_other_steps_are_not_taken_from_a_journal(self) -> None:
         free = Evaluator(traffic(), hardware(), GOAL.slo)
