@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 
 from kvtransfer.causes import HandoffCause
@@ -25,7 +26,8 @@ from kvtransfer.control import (
 from kvtransfer.testing.worker import FakeRank, FakeWorker
 
 PATTERN = 0xEE
-SETTLE_S = 15.0
+SETTLE_S = 30.0
+CENSUS_S = 1.0  # until it is asked for again
 LINK_S = 30.0
 TicketEnd = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
 
@@ -205,12 +207,16 @@ class FakeLeader:
             self.violations.append(str(violation))
 
     async def take_census(self) -> list[Census]:
+        """Asks again from time to time: an agent that dies does not answer, and the next one was not asked."""
         self._census.clear()
-        for rank in self.worker.ranks:
-            rank.send_as_leader(TakeCensus())
-        while len(self._census) < len(self.worker.ranks):
-            self._counted.clear()
-            await self._counted.wait()
+        while missing := [rank for rank in self.worker.ranks if rank.rank not in self._census]:
+            for rank in missing:
+                rank.send_as_leader(TakeCensus())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CENSUS_S):
+                    while len(self._census) < len(self.worker.ranks):
+                        self._counted.clear()
+                        await self._counted.wait()
         return list(self._census.values())
 
     async def linked(self) -> None:
