@@ -49,13 +49,16 @@ class _Deaths:
     last_s: float = 0.0
 
     def add(self) -> None:
-        now_s = time.monotonic()
-        self.count = 1 if now_s - self.last_s > QUARANTINE_S else self.count + 1
-        self.last_s = now_s
+        self.count = 1 if self.are_old else self.count + 1
+        self.last_s = time.monotonic()
+
+    @property
+    def are_old(self) -> bool:
+        return time.monotonic() - self.last_s > QUARANTINE_S
 
     @property
     def are_too_many(self) -> bool:
-        return self.count >= MAX_DEATHS and time.monotonic() - self.last_s <= QUARANTINE_S
+        return self.count >= MAX_DEATHS and not self.are_old
 
 
 class ImageExpander:
@@ -184,6 +187,8 @@ class ImageExpander:
 
     def _check_deaths(self, images: Sequence[bytes]) -> None:
         """Raises RequestQuarantined. Images are hashed only while some are suspected."""
+        while self._deaths and next(iter(self._deaths.values())).are_old:
+            self._deaths.popitem(last=False)
         if self._deaths and (deaths := self._deaths.get(_digest(images))) is not None and deaths.are_too_many:
             raise RequestQuarantined(
                 f"{FIELD}: {deaths.count} workers died while they read these images, which may be the cause: they are "
@@ -191,8 +196,9 @@ class ImageExpander:
             )
 
     def _died(self, images: Sequence[bytes]) -> None:
-        deaths = self._deaths.setdefault(_digest(images), _Deaths())
-        deaths.add()
+        digest = _digest(images)
+        self._deaths.setdefault(digest, _Deaths()).add()
+        self._deaths.move_to_end(digest)
         if len(self._deaths) > MAX_SUSPECTS:
             self._deaths.popitem(last=False)
 
