@@ -139,20 +139,55 @@ def rank_with(model_dir: Path, **settings: object) -> Iterator[Rank]:
             rank.close()
 
 
-def answers(rank: Rank, tokenizer: Tokenizer, asked: list[Asked], *, together: bool) -> tuple[float, list[list[int]]]:
-    """Seconds after the first tokens, and the tokens: of all in one batch, or one after the other."""
-    if not together:
-        each = [answers(rank, tokenizer, [one], together=True) for one in asked]
-        return sum(seconds for seconds, _ in each), [tokens for _, (tokens,) in each]
-    driver = EngineDriver(rank.engine)
-    for number, one in enumerate(asked):
-        sampling = SamplingParams(temperature=one.temperature, seed=number, max_tokens=one.tokens)
-        driver.add(str(number), tokenizer.encode(one.prompt, add_special_tokens=False), sampling)
-    while len(driver.tokens) < len(asked):
-        driver.take(driver.engine.step())
-    began_s = time.perf_counter()
-    driver.run()
-    return time.perf_counter() - began_s, [driver.tokens[str(number)] for number in range(len(asked))]
+@dataclass(slots=True)
+class Batch:
+    """Requests that an engine answers together."""
+
+    driver: EngineDriver
+    asked: Sequence[Asked]
+    seconds: float = 0.0  # after the first tokens
+    count: int = 0  # tokens
+
+    def begin(self, tokenizer: Tokenizer) -> None:
+        """Until each has its first token."""
+        for number, one in enumerate(self.asked):
+            sampling = SamplingParams(temperature=one.temperature, seed=number, max_tokens=one.tokens)
+            self.driver.add(str(number), tokenizer.encode(one.prompt, add_special_tokens=False), sampling)
+        while len(self.driver.tokens) < len(self.asked):
+            self.driver.take(self.driver.engine.step())
+
+    def step(self) -> None:
+        began_s = time.perf_counter()
+        result = self.driver.engine.step()
+        self.seconds += time.perf_counter() - began_s
+        self.count += len(result.tokens)
+        self.driver.take(result)
+
+
+def answers(
+    ranks: Sequence[Rank], tokenizer: Tokenizer, asked: Sequence[Asked], *, together: bool
+) -> list[tuple[float, list[list[int]]]]:
+    """Of each rank the seconds after the first tokens, and the tokens: of all in one batch, or one after the other. The
+    rank with the fewest tokens makes the next step, so that all of them meet the machine at the same speed."""
+    found = [(0.0, list[list[int]]()) for _ in ranks]
+    for some in [asked] if together else [[one] for one in asked]:
+        batches = [Batch(EngineDriver(rank.engine), some) for rank in ranks]
+        for batch in batches:
+            batch.begin(tokenizer)
+        while left := [batch for batch in batches if batch.driver.engine.has_work]:
+            min(left, key=lambda batch: batch.count).step()
+        found = [
+            (seconds + batch.seconds, tokens + [batch.driver.tokens[str(number)] for number in range(len(some))])
+            for (seconds, tokens), batch in zip(found, batches, strict=True)
+        ]
+    return found
+
+
+def speed(figure: str, turns: Sequence[Sequence[tuple[float, list[list[int]]]]]) -> Figure:
+    """Of turns of one without and one with speculation: median seconds, and the median of the turns' ratios."""
+    without, with_it = zip(*([seconds for seconds, _ in turn] for turn in turns), strict=True)
+    ratios = [one / other for one, other in zip(without, with_it, strict=True)]
+    return Figure(figure, statistics.median(with_it), "s", statistics.median(without), statistics.median(ratios))
 
 
 def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -163,12 +198,8 @@ def measure_lookup(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     many = [chats[number % len(chats)] for number in range(sizes.batch)]
     with rank_with(model_dir) as plain, rank_with(model_dir, speculation="lookup") as ours:
         for name, asked, together in (("copy_b1", copies, False), ("chat_b1", chats, False), ("chat_b32", many, True)):
-            turns = [
-                [answers(each, tokenizer, asked, together=together)[0] for each in (plain, ours)]
-                for _ in range(sizes.runs)
-            ]
-            without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
-            yield Figure(f"spec.lookup_{name}", with_it, "s", without, without / with_it)
+            turns = [answers((plain, ours), tokenizer, asked, together=together) for _ in range(sizes.runs)]
+            yield speed(f"spec.lookup_{name}", turns)
         speculator = ours.engine.speculator
         if speculator is None:
             raise InternalError("engine.speculation: expected a speculator, got none")
@@ -186,12 +217,8 @@ def measure_batches(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         for name, asked in {"copy": copies, "mixed": mixed, "chat": chats}.items():
             for batch in sizes.batches if name != "mixed" else sizes.batches[1:]:
                 many = asked if batch == 1 else list(islice(cycle(asked), batch))
-                turns = [
-                    [answers(each, tokenizer, many, together=batch > 1)[0] for each in (plain, ours)]
-                    for _ in range(sizes.turns)
-                ]
-                without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
-                yield Figure(f"spec.auto_{name}_b{batch}", with_it, "s", without, without / with_it)
+                turns = [answers((plain, ours), tokenizer, many, together=batch > 1) for _ in range(sizes.turns)]
+                yield speed(f"spec.auto_{name}_b{batch}", turns)
 
 
 def speculating(model_dir: Path, sizes: Sizes) -> dict[str, dict[str, Any]]:
@@ -275,15 +302,12 @@ def measure_proposers(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         with rank_with(model_dir) as plain, rank_with(model_dir, **settings) as ours:
             counted = Counted(ours)
             counted.watch()
-            turns = [
-                [answers(each, tokenizer, chats, together=False) for each in (plain, ours)] for _ in range(sizes.runs)
-            ]
-            without, with_it = (statistics.median(seconds for seconds, _ in each) for each in zip(*turns, strict=True))
+            turns = [answers((plain, ours), tokenizer, chats, together=False) for _ in range(sizes.runs)]
             tokens = sum(len(answer) for turn in turns for answer in turn[1][1])
             speculator = ours.engine.speculator
             if speculator is None:
                 raise InternalError("engine.speculation: expected a speculator, got none")
-            yield Figure(f"spec.{name}_b1", with_it, "s", without, without / with_it)
+            yield speed(f"spec.{name}_b1", turns)
             yield Figure(f"spec.{name}_acceptance", speculator.accepted / max(1, speculator.proposed), "share")
             bytes_read = counted.steps + counted.passes * draft_share(name, config)
             yield Figure(f"spec.{name}_bound", tokens / bytes_read, "ratio")
@@ -302,11 +326,11 @@ def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         for at in range(0, len(asked), batch)
     ]
     with rank_with(model_dir, batch_invariant=True) as plain:
-        expected = [answers(plain, tokenizer, some, together=True)[1] for some in batches]
+        expected = [answers([plain], tokenizer, some, together=True)[0][1] for some in batches]
     for settings in speculating(model_dir, sizes).values():
         with rank_with(model_dir, batch_invariant=True, speculation_adaptive=False, **settings) as ours:
             for some, without in zip(batches, expected, strict=True):
-                with_it = answers(ours, tokenizer, some, together=True)[1]
+                with_it = answers([ours], tokenizer, some, together=True)[0][1]
                 equal += sum(one == other for one, other in zip(without, with_it, strict=True))
                 total += len(some)
     yield Figure("spec.exact_share", equal / total, "share", 1.0, equal / total)
@@ -315,7 +339,8 @@ def measure_exactness(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
 def measure_goodput(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
     """Answers per second whose tokens come within 1.25 times the median time of those without, of a pair of a prefill
     and a decode worker with 16 streams, each of which copies and chats in turn: `auto` over none, medians of turns.
-    An answer counts by its part within `counted_s`, before which all streams have long begun."""
+    Each turn has its own such time, of the pair without. An answer counts by its part within `counted_s`, before which
+    all streams have long begun."""
     tokenizer = Tokenizer.load(model_dir)
 
     def ask(number: int, text: str) -> LoadRequest:
@@ -328,19 +353,28 @@ def measure_goodput(model_dir: Path, sizes: Sizes) -> Iterator[Figure]:
         ServedPair(model_dir, 1, {"speculation": "none"}) as plain,
         ServedPair(model_dir, 1, {"speculation": "auto"}) as ours,
     ):
-        first = [pair.times(streams, None) for pair in (plain, ours)]  # prompts are cached from here on
-        pace_s = 1.25 * statistics.median(_pace_s(times) for times in first[0])
+        for pair in (plain, ours):
+            pair.times(streams, None)  # prompts are cached from here on
 
-        def goodput(pair: ServedPair) -> float:
-            from_s = time.perf_counter() + sizes.counted_s / 3
-            good = [
-                times for times in pair.times(streams, sizes.counted_s * 4 / 3) if times and _pace_s(times) <= pace_s
-            ]
-            return sum(at_s >= from_s for times in good for at_s in times) / sizes.copied / sizes.counted_s
+        def goodputs() -> tuple[float, float]:
+            counted = [_counted(pair, streams, sizes.counted_s) for pair in (plain, ours)]
+            pace_s = 1.25 * statistics.median(pace_s for pace_s, _ in counted[0])
+            without, with_it = (sum(tokens for each_s, tokens in each if each_s <= pace_s) for each in counted)
+            return without / sizes.copied / sizes.counted_s, with_it / sizes.copied / sizes.counted_s
 
-        turns = [[goodput(pair) for pair in (plain, ours)] for _ in range(sizes.runs)]
+        turns = [goodputs() for _ in range(sizes.runs)]
     without, with_it = (statistics.median(each) for each in zip(*turns, strict=True))
-    yield Figure("spec.goodput_ratio", with_it, "requests/s", without, with_it / without if without else None)
+    ratio = statistics.median(ours / plain for plain, ours in turns)
+    yield Figure("spec.goodput_ratio", with_it, "requests/s", without, ratio)
+
+
+def _counted(pair: ServedPair, streams: Sequence[Sequence[LoadRequest]], counted_s: float) -> list[tuple[float, int]]:
+    """Of each answer the mean seconds between its tokens, and how many of them came within `counted_s`, before which
+    the streams have a third of that to begin."""
+    from_s = time.perf_counter() + counted_s / 3
+    answered = [times for times in pair.times(streams, counted_s * 4 / 3) if times]
+    counts = [(_pace_s(times), sum(at_s >= from_s for at_s in times)) for times in answered]
+    return [each for each in counts if each[1]]
 
 
 def _pace_s(times: Sequence[float]) -> float:
