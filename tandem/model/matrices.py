@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Generic, Protocol, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.model.device_matrices import QuantiseRows, device_matrix, quantised_rows
 from tandem.model.fp8 import FP8
+from tandem.native.build import cpu_fields
 from tandem.native.library import GROUP, Kernels
 
 Packed = TypeVar("Packed")
@@ -39,20 +41,26 @@ class Matrix(Protocol):
         ...
 
 
-_IS_WIDE: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"  # of torch's CPU products, not of our kernels
-_FEW_ROWS: Final = 15 if _IS_WIDE else 48  # up to here, our kernels are faster than torch's CPU products
+def rows_for_kernels(cpu: Mapping[str, str]) -> float:
+    """Up to how many rows our kernels are faster than torch's CPU products, which use AVX-512 on Intel's processors
+    only."""
+    is_wide = "avx512f" in cpu.get("flags", "").split()
+    return math.inf if is_wide and cpu.get("vendor_id") != "GenuineIntel" else 48
+
+
+_ROWS_FOR_KERNELS: Final = rows_for_kernels(cpu_fields())
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """weight [out, in], bias [out]. `kernels`, if any, are used for few rows."""
+    """weight [out, in], bias [out]. `kernels`, if any, are used for as many rows as they are faster for."""
 
     weight: Tensor
     bias: Tensor | None = None
     kernels: Kernels | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.kernels is not None and x.shape[0] <= _FEW_ROWS:
+        if self.kernels is not None and x.shape[0] <= _ROWS_FOR_KERNELS:
             return self.kernels.linear_dense(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

@@ -51,14 +51,19 @@ def _name(source: Path) -> str:
     return f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
+def cpu_fields() -> dict[str, str]:
+    """Of the first processor in /proc/cpuinfo: `vendor_id`, `flags` and others; empty where that cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def _check_processor() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise _unavailable(f"Linux on x86-64, got {platform.system()} on {platform.machine()}")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    flags = cpu_fields().get("flags", "").split()
     missing = [name for name in _CPU_FEATURES if name not in flags]
     if missing:
         raise _unavailable(f"a processor with {', '.join(missing)}")

@@ -33,7 +33,7 @@ _SIGNATURES: Final = {
     "pack_f32": "ppii",
     "linear_quantised": "piiippppipppft",
     "linear_f32": "piipppipt",
-    "linear_dense": "piipppit",
+    "linear_dense": "piipppitt",
     "rms_norm": "pippiift",
     "gated": "ppiitt",
     "rotate": "pippiiiit",
@@ -198,17 +198,18 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with torch's contiguous fp32 matrix [outputs, inputs] and bias fp32 [outputs]. For few rows: it
-        reads all of them for every few outputs."""
+    def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: int = 16) -> Tensor:
+        """The same with torch's contiguous fp32 matrix [outputs, inputs] and bias fp32 [outputs]. `lanes`: most numbers
+        in a vector; 16 are used where the processor has AVX-512, otherwise 8."""
         outputs, inputs = weight.shape
         x = _floats(x, inputs)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
             raise InternalError(f"linear_dense: expected a contiguous fp32 matrix, got {weight.dtype}")
         out = torch.empty(x.shape[0], outputs)
         self._c.tandem_linear_dense(
-            x.data_ptr(), x.shape[0], inputs, weight.data_ptr(), _address(bias), out.data_ptr(), outputs, self._threads
-        )
+            x.data_ptr(), x.shape[0], inputs, weight.data_ptr(), _address(bias), out.data_ptr(), outputs,
+            self._threads, lanes,
+        )  # fmt: skip
         return out
 
     def padded_bias(self, bias: Tensor) -> Tensor:

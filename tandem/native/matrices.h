@@ -1,4 +1,4 @@
-/* Matrix products: int8 and int4, packed fp32, and fp32 in torch's layout for few rows. */
+/* Matrix products: int8 and int4, packed fp32, and fp32 in torch's layout. */
 
 #pragma once
 
@@ -328,62 +328,39 @@ void tandem_linear_f32(const float *x, size m, size k, const float *w, const flo
   share(threads, blocks * parts_of(job.panels), multiply_f32, &job);
 }
 
-enum { DOT_ROWS = 3, DOT_OUTPUTS = 4 }; /* per tile: 12 sums stay in registers */
-
-/* Products of some rows of x with some rows of w. Each sum has one order. */
-INLINE void tile_dots(const int rows, const int outputs, const float *x, const float *w, const float *bias, float *out,
-                      size k, size stride) {
-  __m256 sums[DOT_ROWS][DOT_OUTPUTS];
-  size i = 0;
-#pragma GCC unroll 3
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++) sums[r][o] = _mm256_setzero_ps();
-  for (; i + 8 <= k; i += 8) {
-    __m256 values[DOT_ROWS];
-#pragma GCC unroll 3
-    for (int r = 0; r < rows; r++) values[r] = _mm256_loadu_ps(x + r * k + i);
-#pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++) {
-      const __m256 weight = _mm256_loadu_ps(w + o * k + i);
-#pragma GCC unroll 3
-      for (int r = 0; r < rows; r++) sums[r][o] = _mm256_fmadd_ps(values[r], weight, sums[r][o]);
-    }
-  }
-#pragma GCC unroll 3
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++) {
-      float sum = sum8(sums[r][o]);
-      for (size j = i; j < k; j++) sum += x[r * k + j] * w[o * k + j];
-      out[r * stride + o] = bias ? sum + bias[o] : sum;
-    }
-}
-
-static void multiply_dense(const void *job, int64_t part, int worker) {
-  const product *own = job;
-  const size k = own->k, n = own->n;
-  for (size p = part * own->panels.each; p < end_of(own->panels, part); p++) {
-    const size first = p * DOT_OUTPUTS, outputs = n - first < DOT_OUTPUTS ? n - first : DOT_OUTPUTS;
-    const float *w = (const float *)own->w + first * k, *bias = own->bias ? own->bias + first : 0;
-    for (size r = 0; r < own->m; r += DOT_ROWS) {
-      const size rows = own->m - r < DOT_ROWS ? own->m - r : DOT_ROWS;
-#define DOTS(count, wide)                                                                        \
-  case 8 * count + wide:                                                                         \
-    tile_dots(count, wide, own->x + r * k, w, bias, own->out + r * n + first, k, n);             \
-    break;
+#define LANES 8
+#define VECTOR __m256
+#define ZERO _mm256_setzero_ps
+#define LOAD _mm256_loadu_ps
+#define MULTIPLY_ADD _mm256_fmadd_ps
+#define SUM sum8
+#define TARGET
+#define DOT_ROWS 3
+#define DOT_OUTPUTS 4
+#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3)
 #define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4)
-      switch (8 * rows + outputs) { DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) }
-#undef DOTS_OF
-#undef DOTS
-    }
-  }
-}
+#include "dots.h"
 
-/* The same for few rows and an unpacked matrix w [n, k]: each weight is read once. */
+#define LANES 16
+#define VECTOR __m512
+#define ZERO _mm512_setzero_ps
+#define LOAD _mm512_loadu_ps
+#define MULTIPLY_ADD _mm512_fmadd_ps
+#define SUM _mm512_reduce_add_ps
+#define TARGET __attribute__((target("avx512f")))
+#define DOT_ROWS 4
+#define DOT_OUTPUTS 6
+#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
+#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4) DOTS(count, 5) DOTS(count, 6)
+#include "dots.h"
+
+/* The same for an unpacked matrix w [n, k]. A weight is read once for as many rows as stay in L2. Vectors have 16
+   numbers where the processor has AVX-512 and `lanes` allows it, otherwise 8. */
 void tandem_linear_dense(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
-                         int threads) {
+                         int threads, int lanes) {
+  const int is_wide = lanes >= 16 && __builtin_cpu_supports("avx512f");
+  const int outputs = is_wide ? MOST_OUTPUTS_16 : MOST_OUTPUTS_8;
   const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n,
-                       .panels = cut_for((n + DOT_OUTPUTS - 1) / DOT_OUTPUTS, threads)};
-  share(threads_for(n * k, threads), parts_of(job.panels), multiply_dense, &job);
+                       .block = rows_of_block(4 * k, TILE_BYTES), .panels = cut_for((n + outputs - 1) / outputs, threads)};
+  share(threads_for(n * k, threads), parts_of(job.panels), is_wide ? multiply_dense16 : multiply_dense8, &job);
 }
