@@ -85,23 +85,23 @@ class EngineBench:
     scratch: Path
     threads: int
     peers: Mapping[str, EnginePeer]
-    _ranks: dict[str, Rank] = field(default_factory=dict)
+    _ranks: dict[str, tuple[Rank, int]] = field(default_factory=dict)  # with torch's threads
     _names: Iterator[int] = field(default_factory=count)
 
     def rank(self, mode: str) -> Rank:
         """Returns the rank to measure next. Sets torch's number of threads, which is per process, for this mode."""
-        rank = self._rank_of(mode)
-        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # as in `build_rank`
+        rank, threads = self._rank_of(mode)
+        torch.set_num_threads(threads)
         return rank
 
-    def _rank_of(self, mode: str) -> Rank:
+    def _rank_of(self, mode: str) -> tuple[Rank, int]:
         if mode not in self._ranks:
-            self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks)
+            self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks), torch.get_num_threads()
         return self._ranks[mode]
 
     @property
     def config(self) -> ModelConfig:
-        return self._rank_of("fp32").config
+        return self._rank_of("fp32")[0].config
 
     def new_rank(self, mode: str, **options: object) -> Rank:
         defaults = {"threads_per_rank": self.threads, "max_step_tokens": 2048}

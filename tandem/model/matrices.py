@@ -97,7 +97,10 @@ class MatrixMaker:
 
     @property
     def is_native(self) -> bool:
-        return self.kernels is not None and (self.quantises or self.batch_invariant)
+        """Whether our kernels compute all products."""
+        if self.kernels is None:
+            return False
+        return self.quantises or self.batch_invariant or math.isinf(_ROWS_FOR_KERNELS)
 
     @property
     def of_vocabulary(self) -> MatrixMaker:
