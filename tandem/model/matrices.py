@@ -44,7 +44,7 @@ class Matrix(Protocol):
 def rows_for_kernels(cpu: Mapping[str, str]) -> float:
     """Up to how many rows our kernels are faster than torch's CPU products, which use AVX-512 on Intel's processors
     only."""
-    is_wide = "avx512f" in cpu.get("flags", "").split()
+    is_wide = "avx512_vnni" in cpu.get("flags", "").split()
     return math.inf if is_wide and cpu.get("vendor_id") != "GenuineIntel" else 48
 
 

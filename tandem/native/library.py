@@ -31,7 +31,7 @@ _SIGNATURES: Final = {
     "pack_i8": "ppii",
     "pack_i4": "ppppii",
     "pack_f32": "ppii",
-    "linear_quantised": "piiippppipppft",
+    "linear_quantised": "piiippppipppftt",
     "linear_f32": "piipppipt",
     "linear_dense": "piipppitt",
     "rms_norm": "pippiift",
@@ -92,9 +92,10 @@ class Cells:
 
 
 class Kernels:
-    """Calls the kernels. Not thread-safe, because it owns scratch memory."""
+    """Calls the kernels. Not thread-safe, because it owns scratch memory. `lanes`: most numbers in a vector of
+    products; 16 are used where the processor has AVX-512 with VNNI, otherwise 8."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, lanes: int = 16) -> None:
         """Raises ConfigError if this machine has none."""
         try:
             library = ctypes.CDLL(str(library_path(SOURCE)))
@@ -109,6 +110,7 @@ class Kernels:
         self.pages = HugePages()
         self._c: Any = library
         self._threads = threads
+        self._lanes = lanes
         self._ints = torch.empty(0, dtype=torch.int16)
         self._scales = torch.empty(0)
         self._sums = torch.empty(0)
@@ -182,7 +184,7 @@ class Kernels:
         self._c.tandem_linear_quantised(
             x.data_ptr(), rows, matrix.inputs, wide, matrix.packed.data_ptr(), _address(scales), _address(bias),
             out.data_ptr(), matrix.outputs, self._ints.data_ptr(), self._scales.data_ptr(), _address(sums), most,
-            self._threads,
+            self._threads, self._lanes,
         )  # fmt: skip
         return out
 
@@ -198,9 +200,8 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None, lanes: int = 16) -> Tensor:
-        """The same with torch's contiguous fp32 matrix [outputs, inputs] and bias fp32 [outputs]. `lanes`: most numbers
-        in a vector; 16 are used where the processor has AVX-512, otherwise 8."""
+    def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with torch's contiguous fp32 matrix [outputs, inputs] and bias fp32 [outputs]."""
         outputs, inputs = weight.shape
         x = _floats(x, inputs)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -208,7 +209,7 @@ class Kernels:
         out = torch.empty(x.shape[0], outputs)
         self._c.tandem_linear_dense(
             x.data_ptr(), x.shape[0], inputs, weight.data_ptr(), _address(bias), out.data_ptr(), outputs,
-            self._threads, lanes,
+            self._threads, self._lanes,
         )  # fmt: skip
         return out
 

@@ -73,90 +73,11 @@ static float quantise_row(const float *x, int16_t *q, size k, size wide, float m
   return isfinite(largest) ? largest / most : NAN; /* propagates NaN and infinity */
 }
 
-INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, const int8_t *w, const float *w_scale,
-                    const float *bias, float *out, size k, size stride, size columns) {
-  __m256i sums[MOST_ROWS][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-  for (size i = 0; i < k; i += 2, w += 2 * PANEL) {
-    const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
-    const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-      int32_t pair;
-      memcpy(&pair, x + r * k + i, 4);
-      const __m256i both = _mm256_set1_epi32(pair);
-      const __m256i part0 = _mm256_madd_epi16(both, w0), part1 = _mm256_madd_epi16(both, w1);
-      /* In assembly, because gcc moves every sum between registers: 40 instead of 67 billion products per second. */
-      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][0]) : "x"(part0));
-      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][1]) : "x"(part1));
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    float values[PANEL];
-    for (int half = 0; half < 2; half++) {
-      __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(w_scale + 8 * half), _mm256_set1_ps(x_scale[r]));
-      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), scale);
-      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
-      _mm256_storeu_ps(values + 8 * half, value);
-    }
-    memcpy(out + r * stride, values, columns * sizeof(float));
-  }
-}
-
 static void sum_groups(const int16_t *q, float *sums, size groups) {
   for (size g = 0; g < groups; g++, q += GROUP) {
     int32_t sum = 0;
     for (size i = 0; i < GROUP; i++) sum += q[i];
     sums[g] = (float)sum; /* exact: below 2^24 */
-  }
-}
-
-/* x_sums [rows, groups]: sums of each group of x. */
-INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, const float *x_sums, const GroupI4 *w,
-                    const float *bias, float *out, size k, size stride, size columns) {
-  const size groups = k / GROUP;
-  const __m256i low = _mm256_set1_epi16(15);
-  __m256 sums[MOST_ROWS][2];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
-  for (size g = 0; g < groups; g++, w++) {
-    __m256i parts[MOST_ROWS][2];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
-    for (size i = 0; i < GROUP / 2; i++) {
-      const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)w->pairs[i]));
-      const __m256i w0 = _mm256_and_si256(both, low), w1 = _mm256_srli_epi16(both, 4);
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++) {
-        int32_t pair;
-        memcpy(&pair, x + r * k + g * GROUP + 2 * i, 4);
-        const __m256i wide = _mm256_set1_epi32(pair);
-        const __m256i part0 = _mm256_madd_epi16(wide, w0), part1 = _mm256_madd_epi16(wide, w1);
-        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][0]) : "x"(part0)); /* as in tile_i8 */
-        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][1]) : "x"(part1));
-      }
-    }
-    for (int half = 0; half < 2; half++) {
-      const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->scale + 8 * half)));
-      const __m256 least = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->least + 8 * half)));
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++) {
-        sums[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(parts[r][half]), scale, sums[r][half]);
-        sums[r][half] = _mm256_fmadd_ps(_mm256_broadcast_ss(x_sums + r * groups + g), least, sums[r][half]);
-      }
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    float values[PANEL];
-    for (int half = 0; half < 2; half++) {
-      __m256 value = _mm256_mul_ps(sums[r][half], _mm256_set1_ps(x_scale[r]));
-      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
-      _mm256_storeu_ps(values + 8 * half, value);
-    }
-    memcpy(out + r * stride, values, columns * sizeof(float));
   }
 }
 
@@ -181,46 +102,94 @@ static void quantise_rows(const void *job, int64_t part, int worker) {
   }
 }
 
-static void multiply_quantised(const void *job, int64_t part, int worker) {
-  const product *own = job;
-  const size wide = own->wide, n = own->n, groups = wide / GROUP, cuts = parts_of(own->panels);
-  const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
-  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (size p = part % cuts * own->panels.each; p < end_of(own->panels, part % cuts); p++) {
-    const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-    const float *bias = own->bias ? own->bias + p * PANEL : 0;
-    for (size t = 0, r = 0; t < tiles; t++) {
-      const size end = tile_end(rows, tiles, t), at = first + r;
-      const int16_t *x = own->scratch + at * wide;
-      float *out = own->out + at * n + p * PANEL;
-#define TILE(count)                                                                                              \
-  case count:                                                                                                    \
-    if (own->x_sums)                                                                                             \
-      tile_i4(count, x, own->x_scale + at, own->x_sums + at * groups, (const GroupI4 *)own->w + p * groups, bias, \
-              out, wide, n, columns);                                                                            \
-    else                                                                                                         \
-      tile_i8(count, x, own->x_scale + at, (const int8_t *)own->w + p * PANEL * wide, own->w_scale + p * PANEL,    \
-              bias, out, wide, n, columns);                                                                      \
-    break;
-      switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
-#undef TILE
-      r = end;
-    }
-  }
+/* Both widths give the same bits for quantised matrices. */
+#define LANES 8
+#define TARGET
+#define FLOATS __m256
+#define INTS __m256i
+#define ZERO _mm256_setzero_ps
+#define ZERO_INTS _mm256_setzero_si256
+#define LOAD _mm256_loadu_ps
+#define STORE _mm256_storeu_ps
+#define EACH _mm256_set1_ps
+#define EACH_INT _mm256_set1_epi32
+#define TO_FLOATS _mm256_cvtepi32_ps
+#define FROM_HALVES(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define TIMES _mm256_mul_ps
+#define MULTIPLY_ADD _mm256_fmadd_ps
+#define SUM sum8
+#define TO_INT16(p) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p)))
+/* In assembly, because gcc moves every sum between registers: 40 instead of 67 billion products per second. */
+#define ADD_PAIRS(sum, x, w)                                       \
+  do {                                                             \
+    const __m256i products = _mm256_madd_epi16(x, w);              \
+    __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));      \
+  } while (0)
+#define UNPACK(parts, p)                                                                    \
+  do {                                                                                      \
+    const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(p)));       \
+    parts[0] = _mm256_and_si256(both, _mm256_set1_epi16(15)), parts[1] = _mm256_srli_epi16(both, 4); \
+  } while (0)
+#define TILE_ROWS 6
+#define ALL_TILES TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#define DOT_ROWS 3
+#define DOT_OUTPUTS 4
+#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3)
+#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4)
+#include "tiles.h"
+
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vnni")))
+#define FLOATS __m512
+#define INTS __m512i
+#define ZERO _mm512_setzero_ps
+#define ZERO_INTS _mm512_setzero_si512
+#define LOAD _mm512_loadu_ps
+#define STORE _mm512_storeu_ps
+#define EACH _mm512_set1_ps
+#define EACH_INT _mm512_set1_epi32
+#define TO_FLOATS _mm512_cvtepi32_ps
+#define FROM_HALVES(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define TIMES _mm512_mul_ps
+#define MULTIPLY_ADD _mm512_fmadd_ps
+#define SUM _mm512_reduce_add_ps
+#define TO_INT16(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
+#define ADD_PAIRS(sum, x, w) sum = _mm512_dpwssd_epi32(sum, x, w)
+#define UNPACK(parts, p)                                                                                        \
+  do {                                                                                                          \
+    const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(p)));                           \
+    const __m256i low = _mm256_and_si256(both, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(both, 4);       \
+    parts[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);                                        \
+  } while (0)
+#define TILE_ROWS 12
+#define ALL_TILES \
+  TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#define DOT_ROWS 4
+#define DOT_OUTPUTS 6
+#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
+#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4) DOTS(count, 5) DOTS(count, 6)
+#include "tiles.h"
+
+static int is_wide(int lanes) {
+  return lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 /* out [m, n] = x [m, k] times a packed int8 or int4 matrix, plus bias. Rows of x are quantised one by one to ±most, so
    that no sum can overflow. An int8 matrix has one w_scale per output; an int4 matrix (x_sums not null) has scales per
    group. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
-   GROUP] or null; w_scale and bias are padded to whole panels. */
+   GROUP] or null; w_scale and bias are padded to whole panels. Vectors have 16 numbers where the processor has AVX-512
+   with VNNI and `lanes` allows it, otherwise 8. */
 void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
                              const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
-                             float most, int threads) {
+                             float most, int threads, int lanes) {
   const product job = {x, w, w_scale, bias, out, scratch, x_scale, x_sums, 0, m, k, wide, n,
                        rows_of_block(2 * wide, ROW_BYTES), most, cut_for(m, threads),
                        cut_for((n + PANEL - 1) / PANEL, threads)};
+  /* One or two rows of int8 have too few sums to hide how long an addition takes. */
+  const part_of_job chosen = is_wide(lanes) && (m > 2 || x_sums) ? multiply_quantised16 : multiply_quantised8;
   share(threads_for(m * k, threads), parts_of(job.rows), quantise_rows, &job);
-  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_quantised, &job);
+  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), chosen, &job);
 }
 
 /* sums += x · w over [from, to) of both: number i of row r of x is at i · step + r · x_stride; w a panel. Each sum has
@@ -328,39 +297,11 @@ void tandem_linear_f32(const float *x, size m, size k, const float *w, const flo
   share(threads, blocks * parts_of(job.panels), multiply_f32, &job);
 }
 
-#define LANES 8
-#define VECTOR __m256
-#define ZERO _mm256_setzero_ps
-#define LOAD _mm256_loadu_ps
-#define MULTIPLY_ADD _mm256_fmadd_ps
-#define SUM sum8
-#define TARGET
-#define DOT_ROWS 3
-#define DOT_OUTPUTS 4
-#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3)
-#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4)
-#include "dots.h"
-
-#define LANES 16
-#define VECTOR __m512
-#define ZERO _mm512_setzero_ps
-#define LOAD _mm512_loadu_ps
-#define MULTIPLY_ADD _mm512_fmadd_ps
-#define SUM _mm512_reduce_add_ps
-#define TARGET __attribute__((target("avx512f")))
-#define DOT_ROWS 4
-#define DOT_OUTPUTS 6
-#define ALL_DOTS DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) DOTS_OF(4)
-#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4) DOTS(count, 5) DOTS(count, 6)
-#include "dots.h"
-
-/* The same for an unpacked matrix w [n, k]. A weight is read once for as many rows as stay in L2. Vectors have 16
-   numbers where the processor has AVX-512 and `lanes` allows it, otherwise 8. */
+/* The same for an unpacked matrix w [n, k]. A weight is read once for as many rows as stay in L2. */
 void tandem_linear_dense(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
                          int threads, int lanes) {
-  const int is_wide = lanes >= 16 && __builtin_cpu_supports("avx512f");
-  const int outputs = is_wide ? MOST_OUTPUTS_16 : MOST_OUTPUTS_8;
+  const int wide = is_wide(lanes), outputs = wide ? MOST_OUTPUTS_16 : MOST_OUTPUTS_8;
   const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n,
                        .block = rows_of_block(4 * k, TILE_BYTES), .panels = cut_for((n + outputs - 1) / outputs, threads)};
-  share(threads_for(n * k, threads), parts_of(job.panels), is_wide ? multiply_dense16 : multiply_dense8, &job);
+  share(threads_for(n * k, threads), parts_of(job.panels), wide ? multiply_dense16 : multiply_dense8, &job);
 }

@@ -1,5 +1,5 @@
-"""Threads that share a kernel's parts: each part done once, whoever calls, however many, after a fork too. And the best
-of each row, which they look for."""
+"""Threads that share a kernel's parts: each part done once, whoever calls, however many, after a fork too. The best of
+each row, which they look for. And vectors of both widths."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.engine.output import best_of
 from tandem.errors import ConfigError
+from tandem.model.matrices import quantised_int4, quantised_int8
 from tandem.native.library import Kernels
 
 ROUNDS = 300
@@ -48,6 +49,21 @@ def test_any_number_of_threads_gives_the_same_bits(product: Callable[[Kernels], 
         kernels = Kernels(threads)
         for _ in range(ROUNDS // 10):
             assert torch.equal(product(kernels), alone)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (17, 31), (48, 64), (100, 577)])
+def test_quantised_products_have_the_same_bits_in_vectors_of_both_widths(outputs: int, inputs: int) -> None:
+    narrow, wide = (Kernels(threads=2, lanes=lanes) for lanes in (8, 16))
+    draw = torch.Generator().manual_seed(inputs)
+    weight, bias = torch.randn(outputs, inputs, generator=draw), torch.randn(outputs, generator=draw)
+    int8, int4 = quantised_int8(weight), quantised_int4(weight)
+    for rows in (1, 5, 12, 13, 100):
+        x = torch.randn(rows, inputs, generator=draw)
+        for used in (None, narrow.padded_bias(bias)):
+            eight = [each.linear_int8(x, each.pack_int8(*int8), used) for each in (narrow, wide)]
+            four = [each.linear_int4(x, each.pack_int4(*int4), used) for each in (narrow, wide)]
+            assert torch.equal(*eight)
+            assert torch.equal(*four)
 
 
 def test_callers_at_the_same_time_do_not_disturb_each_other(product: Callable[[Kernels], Tensor]) -> None:
