@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from router.admission.parse_threads import PARSER_THREADS
 from router.auth.call_gate import CallGate
+from router.auth.web_pages import WebPages
 from router.dashboard.feed import Feed
 from router.dashboard.routes import DashboardEdge
 from router.dashboard.shared_snapshots import SnapshotSource
@@ -53,7 +54,7 @@ from router.service import RouterService
 from router.workers.directory import DirectoryFollower
 from router.workers.fleet import Fleet
 from tandem.clock import Clock, SystemClock
-from tandem.config.auth import STDOUT
+from tandem.config.auth import STDOUT, is_loopback
 from tandem.config.launch import RouterLaunch
 from tandem.config.model import Role
 from tandem.rpc.grpc_options import CLIENT_OPTIONS
@@ -194,6 +195,7 @@ class RouterApp:
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         pauses = WritePauses()  # of both servers, which share the event loop
+        is_open = is_loopback(spec.http_host) and not launch.auth.required
         self._http = HttpServer(
             HttpEdge(
                 self.service,
@@ -203,6 +205,7 @@ class RouterApp:
                 more_routes=dashboard,
                 cors_origins=spec.cors_origins,
                 pauses=pauses,
+                pages=WebPages(spec.cors_origins) if is_open else None,
             ).app(),
             sock,
             max_connections=connections,

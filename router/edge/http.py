@@ -18,9 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.auth.web_pages import WebPages
 from router.edge.anthropic.answer_schema import TokenCount
 from router.edge.anthropic.messages_errors import is_messages_path, messages_error
 from router.edge.anthropic.messages_format import MessagesFormat
@@ -68,7 +69,7 @@ from router.requests.raw_request import RawRequest, renamed
 from router.requests.serving_model import ServingModel
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
-from tandem.errors import InputError, InternalError, RequestCancelled, TandemError
+from tandem.errors import InputError, InternalError, PermissionDenied, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
@@ -103,14 +104,16 @@ class HttpEdge:
         more_routes: Sequence[Route] = (),
         cors_origins: Sequence[str] = (),
         pauses: WritePauses | None = None,
+        pages: WebPages | None = None,
     ) -> None:
         """`more_routes`: routes beside the inference API, such as the dashboard's. `cors_origins`: of web pages whose
-        scripts may read answers."""
+        scripts may read answers. `pages` None: of any web page it accepts what it accepts of others."""
         self._service = service
         self._bodies = HttpBodies(service, max_body_bytes, bodies or BodyBudget(LARGEST_BODIES * max_body_bytes))
         self._keyed = keyed or KeyedAnswers(IdempotencySpec())
         self._more_routes = more_routes
         self._cors_origins = cors_origins
+        self._pages = pages
         self._batcher = WriteBatcher(pauses)
 
     def routes(self) -> list[Route]:
@@ -145,10 +148,11 @@ class HttpEdge:
         HttpGate(self._service.calls).guard(routes)
         app = Starlette(routes=routes, exception_handlers=on_error)
         app.router.redirect_slashes = False  # a path has one spelling
+        guarded = RequestIds(app if self._pages is None else _without_pages(app, self._pages))
         if not self._cors_origins:
-            return RequestIds(app)
+            return guarded
         return CORSMiddleware(
-            RequestIds(app),
+            guarded,
             allow_origins=self._cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
@@ -318,6 +322,20 @@ class HttpEdge:
             if not handed_over:
                 answers.cancel()
                 connection.when_lost(None)
+
+
+def _without_pages(app: ASGIApp, pages: WebPages) -> ASGIApp:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            try:
+                pages.check(request.headers)
+            except PermissionDenied as error:
+                await (await _on_tandem_error(request, error))(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
 
 
 @cache
