@@ -162,9 +162,12 @@ def logits(folder: Path, tp: TensorParallel, weights: Weights, *, by_torch: bool
 def test_quantised_weights_are_the_same_whole_and_split_over_two_ranks(family_dir: Path, weights: Weights) -> None:
     whole = logits(family_dir, TensorParallel(), weights)
     assert not torch.equal(whole, logits(family_dir, TensorParallel(), Weights.DENSE))
+    first, second = whole.topk(2).values.unbind(dim=-1)
+    decided = first - second > 0.1  # twice what a logit may differ by
+    assert decided.sum() > 50
     for each in split(family_dir, weights):
         torch.testing.assert_close(each, whole, atol=5e-2, rtol=2e-3)
-        assert torch.equal(each.argmax(dim=-1), whole.argmax(dim=-1))
+        assert torch.equal(each.argmax(dim=-1)[decided], whole.argmax(dim=-1)[decided])
 
 
 def split(folder: Path, weights: Weights, *, by_torch: bool = False) -> list[Tensor]:
