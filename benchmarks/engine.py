@@ -120,7 +120,6 @@ class EngineBench:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json")).encode(text).ids[: 4 * self.sizes.context]
 
     def peaks(self) -> DevicePeaks:
-        torch.set_num_threads(self.threads)
         return device_peaks(EngineSpec(threads_per_rank=self.threads))
 
     def weight_bytes(self, mode: str) -> float:

@@ -1,4 +1,5 @@
-"""Peak throughput of a rank's device, measured unless configured: the best of a few matrix products and copies."""
+"""Peak throughput of a rank's device, measured unless configured: the best of a few matrix products and copies. On a
+CPU they are torch's and, in float32, those of our kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import torch
 
 from tandem.config.engine import EngineSpec
 from tandem.engine.kv_pool import DTYPES
+from tandem.errors import ConfigError
+from tandem.model.ops import is_native
+from tandem.native.library import Kernels
 
 ROUNDS = 3
 _CPU_WIDTH, _CUDA_WIDTH = 512, 4096
@@ -26,20 +30,32 @@ def device_peaks(spec: EngineSpec) -> DevicePeaks:
     """One rank's peaks, as configured or measured (in a fraction of a second)."""
     device = torch.device(spec.device)
     flops, memory = spec.peak_flops_per_s, spec.peak_memory_bytes_per_s
-    peaks = DevicePeaks(
-        _flops_per_s(device, DTYPES[spec.dtype]) if flops is None else flops,
-        _bytes_per_s(device) if memory is None else memory,
-    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(spec.threads_per_rank)  # one, where all products are our kernels'
+    try:
+        peaks = DevicePeaks(
+            _flops_per_s(spec, device) if flops is None else flops, _bytes_per_s(device) if memory is None else memory
+        )
+    finally:
+        torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return peaks
 
 
-def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    width = _CUDA_WIDTH if device.type == "cuda" else _CPU_WIDTH
+def _flops_per_s(spec: EngineSpec, device: torch.device) -> float:
+    width, dtype = _CUDA_WIDTH if device.type == "cuda" else _CPU_WIDTH, DTYPES[spec.dtype]
     a = torch.ones(width, width, device=device, dtype=dtype)
     out = torch.empty_like(a)
-    return 2.0 * width**3 / _shortest_s(device, lambda: torch.mm(a, a, out=out))
+    shortest_s = _shortest_s(device, lambda: torch.mm(a, a, out=out))
+    if is_native(dtype, device) and spec.kernels != "torch":
+        try:
+            kernels = Kernels(spec.threads_per_rank)
+        except ConfigError:
+            pass  # the engine has said why
+        else:
+            shortest_s = min(shortest_s, _shortest_s(device, lambda: kernels.linear_dense(a, a, None)))
+    return 2.0 * width**3 / shortest_s
 
 
 def _bytes_per_s(device: torch.device) -> float:
