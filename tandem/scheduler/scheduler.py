@@ -451,7 +451,7 @@ class Scheduler:
         """Resolves a step in which nothing can run.
 
         If handoffs or requests that move hold blocks, wait for them. Otherwise running requests block each other, and
-        one is preempted; a single request needs more blocks than exist, and fails.
+        one is preempted. If none can be, or a single request needs more blocks than exist, it fails.
         """
         if not (self._waiting or self._running):
             return
@@ -461,8 +461,10 @@ class Scheduler:
             self._preempt(victim)
         else:
             last = self._running[-1] if self._running else self._waiting[0]
-            total = self.pool.counts().total
-            self._fail(last, KvExhausted(f"{len(last.tokens)} tokens do not fit in {total} KV blocks: retry later"))
+            tokens, total = len(last.tokens), self.pool.counts().total
+            fits = blocks_for(tokens, self.block_tokens) <= total
+            found = "found no room beside other requests" if fits else "do not fit"
+            self._fail(last, KvExhausted(f"{tokens} tokens {found} in {total} KV blocks: retry later"))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Moves a running request back to the front of the queue."""
@@ -484,5 +486,8 @@ class Scheduler:
         self._fail(sequence, RequestFailed.by(error))
 
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
-        self._remove(sequence)
+        if sequence.stage is SequenceStage.RUNNING:
+            self.finish(sequence)
+        else:
+            self._remove(sequence)
         self._failed.append((sequence.request_id, error))

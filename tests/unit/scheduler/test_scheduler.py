@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted
+from tandem.scheduler import scheduler
 from tandem.scheduler.plan import ExportRange, StepPlan
 from tests.unit.scheduler.conftest import next_token
 
@@ -362,3 +363,21 @@ def test_branches_give_tokens_where_the_chain_is_wrong(make_world: MakeWorld, bl
             text.append(next_token(text))
         assert world.answers[name] == text[5:]
     assert world.from_branches > (10 if blocks == 64 else 0)
+
+
+def test_a_prompt_that_fails_keeps_its_blocks_until_agents_have_read_them(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(blocks=8, budget=8)
+    world.add("sent", prompt(16), export_from_block=0)
+    world.step()
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(scheduler, "computed_range", fail)
+    plan = world.scheduler.schedule()
+    assert [name for name, _ in plan.failed] == ["sent"]
+    assert world.pool.counts().leased > 0
+    world.scheduler.release_export("sent")
+    assert world.at_rest()
