@@ -139,7 +139,9 @@ class TandemEngine(TextEngine):
         return result
 
     def _learn_costs(self, speculator: Speculator, flight: Flight, work: StepWork) -> None:
-        if not work.prefill_tokens and not flight.step.ahead:
+        # A preempted answer that is computed again comes in longer chunks.
+        decodes = not work.prefill_tokens and all(chunk.count == 1 for chunk in flight.plan.chunks)
+        if decodes and not flight.step.ahead:
             speculator.costs.learn(work.decode_tokens, flight.seconds - flight.draft_seconds)
         drafter = self._runner.drafter
         if drafter is not None and flight.draft_seconds and drafter.passes:
