@@ -43,9 +43,11 @@ class Matrix(Protocol):
 
 def rows_for_kernels(cpu: Mapping[str, str]) -> float:
     """Up to how many rows our kernels are faster than torch's CPU products, which use AVX-512 on Intel's processors
-    only."""
-    is_wide = "avx512_vnni" in cpu.get("flags", "").split()
-    return math.inf if is_wide and cpu.get("vendor_id") != "GenuineIntel" else 48
+    only. Ours use it with VNNI only."""
+    flags, is_intel = cpu.get("flags", "").split(), cpu.get("vendor_id") == "GenuineIntel"
+    if "avx512_vnni" in flags and not is_intel:
+        return math.inf
+    return 15 if "avx512f" in flags and "avx512_vnni" not in flags and is_intel else 48
 
 
 _ROWS_FOR_KERNELS: Final = rows_for_kernels(cpu_fields())

@@ -206,6 +206,8 @@ class Kernels:
         x = _floats(x, inputs)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
             raise InternalError(f"linear_dense: expected a contiguous fp32 matrix, got {weight.dtype}")
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,) or not bias.is_contiguous()):
+            raise InternalError(f"linear_dense: expected {outputs} fp32 numbers as bias, got {bias.shape}")
         out = torch.empty(x.shape[0], outputs)
         self._c.tandem_linear_dense(
             x.data_ptr(), x.shape[0], inputs, weight.data_ptr(), _address(bias), out.data_ptr(), outputs,

@@ -297,11 +297,13 @@ void tandem_linear_f32(const float *x, size m, size k, const float *w, const flo
   share(threads, blocks * parts_of(job.panels), multiply_f32, &job);
 }
 
-/* The same for an unpacked matrix w [n, k]. A weight is read once for as many rows as stay in L2. */
+/* The same for an unpacked matrix w [n, k]. A weight is read once for as many rows as stay in L2, and for 48 at least:
+   more rows from L3 cost less than more reads of w. */
 void tandem_linear_dense(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
                          int threads, int lanes) {
   const int wide = is_wide(lanes), outputs = wide ? MOST_OUTPUTS_16 : MOST_OUTPUTS_8;
+  const size stay = rows_of_block(4 * k, TILE_BYTES);
   const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n,
-                       .block = rows_of_block(4 * k, TILE_BYTES), .panels = cut_for((n + outputs - 1) / outputs, threads)};
-  share(threads_for(n * k, threads), parts_of(job.panels), wide ? multiply_dense16 : multiply_dense8, &job);
+                       .block = stay < 48 ? 48 : stay, .panels = cut_for((n + outputs - 1) / outputs, threads)};
+  share(threads_for(m * n * k, threads), parts_of(job.panels), wide ? multiply_dense16 : multiply_dense8, &job);
 }

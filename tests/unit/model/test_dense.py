@@ -52,6 +52,7 @@ def test_torchs_products_are_wide_on_intels_processors_only() -> None:
     assert rows_for_kernels({"vendor_id": "AuthenticAMD", **wide}) == math.inf
     for cpu in ({"vendor_id": "GenuineIntel", **wide}, {"vendor_id": "AuthenticAMD", "flags": "avx2"}, {}):
         assert rows_for_kernels(cpu) == 48
+    assert rows_for_kernels({"vendor_id": "GenuineIntel", "flags": "avx2 avx512f"}) == 15
 
 
 def test_a_matrix_that_lies_otherwise_is_refused(kernels: Kernels) -> None:
