@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from router.dashboard.snapshot import EventRow, FlowRow, RequestRow, WorkerRow
@@ -48,9 +49,9 @@ def arranged(items: Sequence[Item], columns: Sequence[Column[Item]], filter_text
     if order.column is None:
         return found
     key = columns[order.column].order
-    known = [item for item in found if key(item) is not None]
-    known.sort(key=lambda item: key(item) or 0, reverse=order.descending)
-    return [*known, *(item for item in found if key(item) is None)]
+    known = [(value, item) for item in found if (value := key(item)) is not None]
+    known.sort(key=itemgetter(0), reverse=order.descending)
+    return [*(item for _, item in known), *(item for item in found if key(item) is None)]
 
 
 # --- formats of figures -----------------------------------------------------------------------------------------

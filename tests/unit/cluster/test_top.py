@@ -146,6 +146,11 @@ class TestTables:
         up = [each.ttft_s for each in arranged(rows, REQUESTS, "", Order(column, descending=False))]
         assert (down, up) == ([0.5, 0.1, None, None], [0.1, 0.5, None, None])
 
+    def test_a_column_of_words_sorts_its_empty_cells_too(self) -> None:
+        column = next(n for n, each in enumerate(WORKERS) if each.title == "reason")
+        down = arranged(build(status(), [view()]).workers, WORKERS, "", Order(column))
+        assert [each.reason for each in down] == ["lost", "", ""]
+
     def test_sorting_goes_through_the_columns_and_back_to_none(self) -> None:
         order, seen = Order(), []
         for _ in range(len(WORKERS) + 1):
