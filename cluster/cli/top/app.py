@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, Protocol
 
@@ -20,6 +21,8 @@ from cluster.cli.top.tables import EVENTS, FLOWS, REQUESTS, WORKERS, Column, Ite
 from tandem.errors import TandemError
 
 MIN_INTERVAL_S = 0.2
+STATUS_S = 1.0  # between two updates of the status line
+NO_ANSWER_S = 2.0  # a fetch that takes so long is shown there
 
 
 class Source(TraceSource, Protocol):
@@ -57,7 +60,7 @@ class Page(Generic[Item]):
 
 
 class TopApp(App[None]):
-    """Shows `first` immediately, then a new frame from `source` every `interval_s`."""
+    """Shows `first` immediately, then a new frame from `source` every `interval_s`, one fetch at a time."""
 
     TITLE = "tandem top"
     ENABLE_COMMAND_PALETTE = False
@@ -87,6 +90,7 @@ class TopApp(App[None]):
         self._source = source
         self._interval_s = max(MIN_INTERVAL_S, interval_s)
         self._error = ""
+        self._fetching_since_s: float | None = None  # None: no fetch runs
         # Kept as attributes: a query finds only widgets of the top screen.
         self._status = Static(id="status")
         self._filter = Input(placeholder="words that rows must contain; Esc clears", id="filter", compact=True)
@@ -113,6 +117,7 @@ class TopApp(App[None]):
     def on_mount(self) -> None:
         self._draw()
         self.set_interval(self._interval_s, self._refresh)
+        self.set_interval(STATUS_S, self._draw_status)
 
     @on(Resize)
     def _resized(self) -> None:
@@ -121,16 +126,19 @@ class TopApp(App[None]):
     # ---- frames
 
     def _refresh(self) -> None:
-        if not self.paused:
+        if not self.paused and self._fetching_since_s is None:
+            self._fetching_since_s = time.monotonic()
             self._fetch()
 
-    @work(exclusive=True, group="frame", exit_on_error=True)
+    @work(group="frame", exit_on_error=True)
     async def _fetch(self) -> None:
         try:
             self.frame = await self._source.frame()
             self._error = ""
         except TandemError as error:
             self._error = error.message
+        finally:
+            self._fetching_since_s = None
         if not self.paused:
             self._draw()
 
@@ -149,10 +157,13 @@ class TopApp(App[None]):
 
     def _draw_status(self) -> None:
         text = Text(no_wrap=True, overflow="ellipsis")
+        waited_s = 0.0 if self._fetching_since_s is None else time.monotonic() - self._fetching_since_s
         if self._error:
             text.append(f"disconnected: {self._error}", "bold red")
         elif self.paused:
             text.append("paused", "bold yellow")
+        elif waited_s >= NO_ANSWER_S:
+            text.append(f"no answer for {waited_s:.0f} s", "bold yellow")
         else:
             text.append("live", "bold green")
         text.append(f"   {self._source.address}", "dim")

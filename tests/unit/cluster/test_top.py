@@ -236,6 +236,30 @@ async def controller() -> AsyncIterator[Controller]:
     await controller.server.stop(None)
 
 
+class SlowSource:
+    """Each frame takes until `go` is set, and `takes_s`. `most`: how many ran at once."""
+
+    address = "h:1"
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s = takes_s
+        self.go = asyncio.Event()
+        self.running = self.most = 0
+
+    async def frame(self) -> TopFrame:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.go.wait()
+            await asyncio.sleep(self.takes_s)
+        finally:
+            self.running -= 1
+        return build(status(), [view()])
+
+    async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
+        raise NotFound(request_id)
+
+
 @pytest.fixture
 async def app(controller: Controller) -> AsyncIterator[TopApp]:
     async with FrameSource(Admin(controller.address)) as source:
@@ -316,6 +340,17 @@ class TestApp:
             await controller.server.stop(None)
             await until(pilot, lambda: "disconnected" in told(app))
             assert len(shown(app, "workers")) == 3
+
+    async def test_a_fetch_longer_than_the_interval_is_awaited_and_told(self) -> None:
+        source = SlowSource(takes_s=0.5)
+        app = TopApp(source, build(status(workers=[]), []), 0.2)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await pilot.press("2")
+            await until(pilot, lambda: "no answer for" in told(app))
+            assert "live" not in told(app)
+            source.go.set()
+            await until(pilot, lambda: len(shown(app, "workers")) == 3 and "live" in told(app))
+        assert source.most == 1
 
     @pytest.mark.parametrize(
         "size", [(20, 3), *(pytest.param(size, marks=pytest.mark.slow) for size in ((40, 8), (200, 60)))]
