@@ -174,7 +174,10 @@ class RouterView:
     def _requests(self, now_s: float) -> Iterator[snapshot.RequestRow]:
         in_flight = [*self._dispatcher.running(), *self._dispatcher.waiting()]
         in_flight.sort(key=lambda run: run.received_s, reverse=True)
-        for run in in_flight[:LISTED_REQUESTS]:
+        if len(in_flight) > LISTED_REQUESTS:  # the oldest may be stuck
+            half = LISTED_REQUESTS // 2
+            in_flight = in_flight[:half] + in_flight[-half:]
+        for run in in_flight:
             yield self._running_row(run, now_s)
         for trace in self._traces.store.latest(LISTED_REQUESTS):
             yield _ended_row(trace, now_s)

@@ -189,6 +189,20 @@ async def test_lists_are_bounded(cluster: Cluster) -> None:
     assert MAX_TRACES >= 140
 
 
+async def test_of_many_requests_in_flight_the_oldest_and_the_newest_are_listed(cluster: Cluster) -> None:
+    cluster.says("one two three " * 10)
+    cluster.decode.behaviour.token_delay_s = 60.0
+    dispatcher = cluster.app.dispatcher
+    asked = [asyncio.create_task(ask(cluster)) for _ in range(70)]
+    await until(lambda: len([*dispatcher.running(), *dispatcher.waiting()]) == 70)
+    runs = sorted((*dispatcher.running(), *dispatcher.waiting()), key=lambda run: run.received_s, reverse=True)
+    ids = [run.request.request_id for run in runs]
+    assert [each.request_id for each in (await look(cluster)).requests] == ids[:30] + ids[-30:]
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [
