@@ -23,6 +23,7 @@ TIMEOUT_S = 5.0
 RETRY_S = 1.0
 MAX_BUFFERED_REQUESTS = 1024  # if the caller reads more slowly, routers drop requests and count them
 DEMAND_TIMEOUT_S = 2.0
+SNAPSHOT_TIMEOUT_S = 2.0  # shorter than `tandem status` waits, so a router that hangs does not hide the others
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class RouterTraces:
             await asyncio.sleep(RETRY_S)
 
     async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
-        answers = await self._ask_all(lambda stub: stub.GetSnapshot, trace_pb2.GetSnapshotRequest())
+        answers = await self._ask_all(lambda stub: stub.GetSnapshot, trace_pb2.GetSnapshotRequest(), SNAPSHOT_TIMEOUT_S)
         return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
 
     async def demands(self) -> dict[str, trace_pb2.RouterDemand]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
@@ -12,12 +13,21 @@ import pytest
 from rich.console import Console
 
 from cluster.cli.admin_client import Admin
-from cluster.cli.commands.status import WHY_LOCAL, fetch_views, health_of, placements_of, show, to_json
+from cluster.cli.commands.status import (
+    ROUTERS_TIMEOUT_S,
+    WHY_LOCAL,
+    fetch_views,
+    health_of,
+    placements_of,
+    show,
+    to_json,
+)
+from cluster.control.router_traces import RouterTraces
 from cluster.control.status_report import drop_stale_links
 from router.policies.types import PlacementReason
 from tandem.errors import UnavailableError
 from tandem.rpc.grpc_errors import abort
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2
 
 EPOCH = 4611686018427387904
 
@@ -197,3 +207,30 @@ async def test_routers_that_are_absent_or_of_another_version_do_not_hurt(
     servicer.answers = [{"version": 99}]
     assert await fetch_views(admin) == []
     assert (health_of([]), placements_of([])) == ({}, {})
+
+
+class Router(trace_pb2_grpc.TracesServicer):
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+
+    async def GetSnapshot(self, request: Any, context: Any) -> trace_pb2.RouterSnapshot:
+        if self.hangs:
+            await asyncio.sleep(60)
+        return trace_pb2.RouterSnapshot(json=b"{}")
+
+
+async def test_a_router_that_hangs_does_not_hide_the_others() -> None:
+    servers = [grpc.aio.server(), grpc.aio.server()]
+    addresses = {}
+    for number, server in enumerate(servers):
+        router = Router(hangs=number == 0)  # type: ignore[abstract]  # other calls are not made
+        trace_pb2_grpc.add_TracesServicer_to_server(router, server)
+        addresses[f"router-{number}"] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+    try:
+        async with asyncio.timeout(ROUTERS_TIMEOUT_S):
+            found = await RouterTraces(addresses, "secret").snapshots()
+    finally:
+        for server in servers:
+            await server.stop(None)
+    assert [each.json for each in found.snapshots] == [b"{}"]
