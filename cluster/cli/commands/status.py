@@ -51,7 +51,7 @@ Placements = Mapping[str, int]  # by reason, of all routers since their start
 
 def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
     status, views = asyncio.run(_fetch_both(find_admin(address, cluster, tls)))
-    health, placements = health_of(views), placements_of(views)
+    health, placements = health_of(views), placements_of(views) if views else None
     if as_json:
         print(json.dumps(to_json(status, health, placements), indent=2))
     else:
@@ -96,6 +96,7 @@ def _readable(snapshot: bytes) -> Snapshot | None:
 def to_json(
     status: cluster_pb2.ClusterStatus, health: Health | None = None, placements: Placements | None = None
 ) -> dict[str, Any]:
+    """`placements` None: no router answered."""
     return {
         "cluster": status.cluster,
         "version": status.version,
@@ -128,7 +129,7 @@ def to_json(
             for router in status.routers
         ],
         "processes": _processes(status.processes),
-        "placements": dict(placements or {}),
+        "placements": None if placements is None else dict(placements),
         "local_prefill_max_tokens": _local_prefill_max_tokens(status),
         "autoscaler": {
             "mode": status.autoscaler.mode,

@@ -19,6 +19,7 @@ from cluster.cli.commands.status import (
     fetch_views,
     health_of,
     placements_of,
+    run_status,
     show,
     to_json,
 )
@@ -155,9 +156,9 @@ def test_every_reason_for_local_prefill_has_words() -> None:
     assert set(WHY_LOCAL) == {reason for reason in PlacementReason if reason.value.startswith("local_")}
 
 
-def test_placements_and_the_limit_are_in_the_json_and_the_limit_is_null_if_unknown() -> None:
+def test_placements_and_the_limit_are_in_the_json_and_null_if_unknown() -> None:
     told = status()
-    assert (to_json(told)["placements"], to_json(told)["local_prefill_max_tokens"]) == ({}, None)
+    assert (to_json(told)["placements"], to_json(told)["local_prefill_max_tokens"]) == (None, None)
     told.local_prefill_max_tokens = 0
     found = to_json(told, placements={"local_sooner": 2})
     assert (found["placements"], found["local_prefill_max_tokens"]) == ({"local_sooner": 2}, 0)
@@ -181,6 +182,9 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
     """`answers` None: no router answers it."""
 
     answers: list[dict[str, Any]] | None = None
+
+    async def GetStatus(self, request: Any, context: Any) -> cluster_pb2.ClusterStatus:
+        return status()
 
     async def ListSnapshots(self, request: Any, context: Any) -> cluster_pb2.ListSnapshotsResponse:
         if self.answers is None:
@@ -207,6 +211,13 @@ async def test_routers_that_are_absent_or_of_another_version_do_not_hurt(
     servicer.answers = [{"version": 99}]
     assert await fetch_views(admin) == []
     assert (health_of([]), placements_of([])) == ({}, {})
+
+
+async def test_the_json_has_no_placements_if_no_router_answers(
+    controller: tuple[Controller, Admin], capsys: pytest.CaptureFixture[str]
+) -> None:
+    await asyncio.to_thread(run_status, True, controller[1].address, None)
+    assert json.loads(capsys.readouterr().out)["placements"] is None
 
 
 class Router(trace_pb2_grpc.TracesServicer):
