@@ -18,7 +18,8 @@ from tandem.errors import ConfigError, UnavailableError
 from tandem.v1 import cluster_pb2
 
 POLL_S = 0.1
-STOP_S = 300.0  # drain, then the end of every process
+STOP_S = 3600.0 + 300.0  # the longest drain (router.drain_timeout_s), then the end of every process
+NOTICE_S = 30.0
 
 
 def run_detached(spec: ClusterSpec) -> int:
@@ -64,15 +65,20 @@ def run_detached(spec: ClusterSpec) -> int:
 
 
 def run_down(address: str | None, cluster: str | None, tls: Path | None) -> int:
-    """Returns when the cluster has stopped, or on another machine when it stops."""
+    """Returns when the cluster has stopped, or on another machine when it stops. Ctrl-C ends only the wait."""
     state = state_file.find(cluster) if address is None else None
     asyncio.run(_stop(find_admin(address, cluster, tls)))
-    until_s = time.monotonic() + STOP_S
+    began_s = time.monotonic()
+    notice_s = began_s + NOTICE_S
     while state is not None and state.is_alive:
-        if time.monotonic() > until_s:
+        now_s = time.monotonic()
+        if now_s > began_s + STOP_S:
             raise UnavailableError(
                 f"the cluster {state.name!r} (process {state.pid}) still runs after {STOP_S:g} s: see its logs"
             )
+        if now_s >= notice_s:
+            notice_s += NOTICE_S
+            print(f"still draining after {now_s - began_s:.0f} s (Ctrl-C ends only this wait)", file=sys.stderr)
         time.sleep(POLL_S)
     print("stopped" if state is not None else "stopping")
     return os.EX_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,11 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import openai
 import pytest
 
+from cluster.cli import state_file
+from cluster.cli.commands import background
 from tandem.testing.models import write_tiny_llama
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 
 @contextmanager
@@ -89,6 +95,36 @@ def test_a_cluster_that_is_starting_can_be_stopped_by_command(tmp_path: Path) ->
         subprocess.check_call([sys.executable, "-m", "cluster", "down"], env=env, timeout=90)
         process.wait(90)
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
+
+
+class Controller(cluster_pb2_grpc.ClusterServicer):
+    async def Shutdown(self, request: Any, context: Any) -> cluster_pb2.ShutdownResponse:
+        return cluster_pb2.ShutdownResponse()
+
+
+async def test_down_tells_while_the_cluster_drains_and_returns_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(background, "NOTICE_S", 0.2)
+    server = grpc.aio.server()
+    cluster_pb2_grpc.add_ClusterServicer_to_server(Controller(), server)  # type: ignore[abstract]  # one call is made
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    state_file.write(state_file.ClusterState("c", process.pid, state_file.start_of(process.pid), address))
+    stopping = asyncio.create_task(asyncio.to_thread(background.run_down, None, None, None))
+    told = ""
+    try:
+        async with asyncio.timeout(30):
+            while told.count("still draining after") < 2:
+                await asyncio.sleep(0.05)
+                told += capsys.readouterr().err
+    finally:
+        process.kill()
+        await process.wait()
+    assert await stopping == 0
+    await server.stop(None)
 
 
 @pytest.mark.slow
