@@ -390,3 +390,17 @@ async def test_durations_are_told_in_a_unit_that_fits(viewer: Viewer) -> None:
     script = f"import('{path}').then(format => [0.004, 90, 119, 121, 600, 3599, 7200].map(format.seconds))"
     told = await viewer.page.evaluate(script)
     assert told == ["4.00 ms", "90.0 s", "119 s", "2.02 min", "10.0 min", "60.0 min", "2.00 h"]
+
+
+async def test_the_open_slice_is_divided_by_the_time_it_has_covered(viewer: Viewer) -> None:
+    """Else every line of rates would end in a drop."""
+    taken = "[103, 100.5].map((taken_unix_s) => ({ history: { slice_s: 10, last_unix_s: 100 }, taken_unix_s }))"
+    path = "/dashboard/static/cards.js"
+    script = f"import('{path}').then((cards) => {taken}.map((view) => cards.perSecond([20, 30, 9], view)))"
+    assert await viewer.page.evaluate(script) == [[2, 3, 3], [2, 3, None]]
+
+
+async def test_a_legend_tells_the_time_that_its_values_cover(viewer: Viewer) -> None:
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        await expect(viewer.page.locator(f'[data-chart="{name}"] .keys')).to_contain_text("last 5 min")
+    await expect(viewer.page.locator("#throughput .keys")).to_contain_text(re.compile(r"last \d+ s"))

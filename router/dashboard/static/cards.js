@@ -5,23 +5,29 @@ import { h, keyed, s, setText } from "./dom.js";
 import { ago, clock, count, parts, seconds, share, words, workerPath } from "./format.js";
 
 const TILES = [
-  { name: "requests", title: "Requests", unit: "/s", hue: "prefill", value: (view) => parts.count(view.rates.requests_per_s), line: (view) => view.history.requests,
+  { name: "requests", title: "Requests", unit: "/s", hue: "prefill", value: (view) => parts.count(view.rates.requests_per_s), line: (view) => perSecond(view.history.requests, view),
     more: (view) => `${view.running_requests} on workers, ${view.queued_requests} queued` },
-  { name: "tokens", title: "Output tokens", unit: "/s", hue: "decode", value: (view) => parts.count(view.rates.output_tokens_per_s), line: (view) => view.history.output_tokens,
+  { name: "tokens", title: "Output tokens", unit: "/s", hue: "decode", value: (view) => parts.count(view.rates.output_tokens_per_s), line: (view) => perSecond(view.history.output_tokens, view),
     more: (view) => `${count(view.rates.prompt_tokens_per_s)}/s prompt tokens` },
   { name: "ttft", title: "TTFT p50", hue: "prefill", value: (view) => parts.seconds(view.latency[0].ttft.p50), line: (view) => view.history.ttft.p50,
     more: (view) => `p99 ${seconds(view.latency[0].ttft.p99)}, last minute` },
   { name: "itl", title: "ITL p50", hue: "decode", value: (view) => parts.seconds(view.latency[0].itl.p50), line: (view) => view.history.itl.p50,
     more: (view) => `p99 ${seconds(view.latency[0].itl.p99)}, last minute` },
-  { name: "kv", title: "KV handed off", unit: "/s", hue: "kv", value: (view) => parts.bytes(kvRate(view)), line: (view) => view.history.handoff_bytes,
+  { name: "kv", title: "KV handed off", unit: "/s", hue: "kv", value: (view) => parts.bytes(kvRate(view)), line: (view) => perSecond(view.history.handoff_bytes, view),
     more: (view) => `${count(view.rates.handoffs_per_s)} handoffs/s, ${view.flows.reduce((sum, flow) => sum + flow.in_flight, 0)} in flight` },
   { name: "hits", title: "Cache hits", hue: "kv", value: (view) => parts.share(view.cache.hit_share), line: (view) => view.cache.hit_share_history,
     more: () => "of prompt tokens, 5 min" },
-  { name: "errors", title: "Not finished", unit: "/s", hue: "warn", value: (view) => parts.count(view.rates.not_finished_per_s), line: (view) => view.history.not_finished,
+  { name: "errors", title: "Not finished", unit: "/s", hue: "warn", value: (view) => parts.count(view.rates.not_finished_per_s), line: (view) => perSecond(view.history.not_finished, view),
     more: () => "refused, failed or cancelled" },
 ];
 
 const kvRate = (view) => view.rates.handoff_bytes_per_s;
+
+// The rate in each slice of the history. The last slice is open: null while it covers less than a second.
+export function perSecond(counts, { history, taken_unix_s }) {
+  const openS = taken_unix_s - history.last_unix_s;
+  return counts.map((number, slot) => (slot < counts.length - 1 ? number / history.slice_s : openS < 1 ? null : number / openS));
+}
 
 export class Tiles {
   constructor(holder) {
@@ -58,8 +64,8 @@ export class LatencyCharts {
   update(view) {
     for (const [name, chart] of this.charts) {
       const { p50, p90, p99 } = view.history[name];
-      const latest = view.latency[1][name];
-      chart.update(view.history, [p50, p90, p99], [latest.p50, latest.p90, latest.p99]);
+      const { window_s, [name]: latest } = view.latency[1];
+      chart.update(view.history, [p50, p90, p99], [latest.p50, latest.p90, latest.p99], `last ${Math.round(window_s / 60)} min`);
     }
   }
 }
@@ -72,9 +78,9 @@ export class Throughput {
   }
 
   update(view) {
-    const rate = (values) => values.map((value) => value / view.history.slice_s);
-    const lines = [rate(view.history.output_tokens), rate(view.history.prompt_tokens)];
-    this.chart.update(view.history, lines, [view.rates.output_tokens_per_s, view.rates.prompt_tokens_per_s]);
+    const { history, rates } = view;
+    const lines = [perSecond(history.output_tokens, view), perSecond(history.prompt_tokens, view)];
+    this.chart.update(history, lines, [rates.output_tokens_per_s, rates.prompt_tokens_per_s], `last ${Math.round(rates.window_s)} s`);
   }
 }
 

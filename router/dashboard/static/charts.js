@@ -12,7 +12,8 @@ export class Chart {
     this.format = format;
     this.area = area;
     this.keys = lines.map((line) => h("b", {}, "–"));
-    const legend = h("div", { class: "keys" }, lines.map((line, index) => h("span", { class: line.key }, h("i"), `${line.label} `, this.keys[index])));
+    this.window = h("span", { class: "soft" });
+    const legend = h("div", { class: "keys" }, lines.map((line, index) => h("span", { class: line.key }, h("i"), `${line.label} `, this.keys[index])), this.window);
     this.svg = s("svg", { class: "chart", role: "img" });
     this.element = h("div", {}, title ? h("h2", {}, title) : null, legend, this.svg);
     this.title = title;
@@ -23,10 +24,12 @@ export class Chart {
     this.svg.addEventListener("pointerleave", () => { this.hover = null; this.draw(); });
   }
 
-  update(history, values, latest) {
+  // latest: the legend's values, of the time that `window` names, while no slice is under the pointer.
+  update(history, values, latest, window) {
     this.history = history;
     this.values = values;
     this.latest = latest;
+    setText(this.window, window);
     this.draw();
   }
 
@@ -77,6 +80,7 @@ export class Chart {
 
   showValues(hasValues) {
     const slot = this.hover;
+    this.window.style.visibility = slot === null ? "" : "hidden";
     const shown = slot === null ? this.latest : this.values.map((line) => line[slot]);
     this.keys.forEach((key, index) => setText(key, shown[index] === null || shown[index] === undefined ? "–" : this.format(shown[index])));
     const words = this.lines.map((line, index) => `${line.label} ${this.keys[index].textContent}`).join(", ");
@@ -114,9 +118,9 @@ function bandPath(low, high, x, y) {
   return path;
 }
 
-// A small line without axes. `values` may hold nulls.
+// A small line without axes. `values` may hold nulls, drawn as 0; a null at the end, of the open slice, repeats the value before.
 export function sparkline(svg, values) {
-  const known = values.map((value) => value ?? 0);
+  const known = values.with(-1, values.at(-1) ?? values.at(-2)).map((value) => value ?? 0);
   const top = Math.max(1e-12, ...known);
   const points = known.map((value, slot) => `${((slot / (known.length - 1)) * 100).toFixed(2)},${(28 - (value / top) * 26).toFixed(2)}`);
   svg.setAttribute("viewBox", "0 0 100 30");
