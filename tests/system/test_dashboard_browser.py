@@ -11,7 +11,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -133,6 +134,30 @@ async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
             await asyncio.sleep(0.1)
 
 
+@asynccontextmanager
+async def held(page: Page) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """Inside, a snapshot is asked for. What it yields lets the answer, or an error, come and the page take it in."""
+    asked, decided = asyncio.Event(), asyncio.Event()
+    fails = False
+
+    async def hold(route: Route) -> None:
+        asked.set()
+        await decided.wait()
+        await (route.abort() if fails else route.fallback())
+
+    async def answer(*, with_error: bool = False) -> None:
+        nonlocal fails
+        fails = with_error
+        decided.set()
+        await asyncio.sleep(1.0)
+
+    await page.route(SNAPSHOT, hold)
+    async with asyncio.timeout(60):
+        await asked.wait()
+    yield answer
+    await page.unroute(SNAPSHOT, hold)
+
+
 async def keep(viewer: Viewer, browser: Browser, folder: Path, name: str) -> None:
     """A picture that has something on it. It goes to the folder that TANDEM_SCREENSHOTS names, if it does."""
     picture = await viewer.page.screenshot()
@@ -234,6 +259,15 @@ async def test_a_lost_connection_is_told_and_mended(viewer: Viewer) -> None:
     viewer.faults = [fault for fault in viewer.faults if "ERR_FAILED" not in fault]
 
 
+async def test_a_pause_is_told_when_the_last_snapshot_fails(viewer: Viewer) -> None:
+    async with held(viewer.page) as answer:
+        await viewer.page.keyboard.press("p")
+        await answer(with_error=True)
+        await expect(viewer.page.locator("#live")).to_have_text("paused")
+        await expect(viewer.page.locator("#banner")).to_be_hidden()
+    viewer.faults = [fault for fault in viewer.faults if "ERR_FAILED" not in fault]
+
+
 async def test_a_snapshot_of_another_version_is_refused(viewer: Viewer) -> None:
     other = json.dumps({"version": 99})
     await viewer.page.route(SNAPSHOT, lambda route: route.fulfill(body=other, content_type="application/json"))
@@ -281,8 +315,11 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(viewer: Viewer) 
     assert "right-key" not in await page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
     await page.reload()
     await expect(page.locator("main")).to_be_visible()
-    await page.locator("#leave").click()
-    await expect(page.locator("#login-title")).to_be_visible()
+    async with held(page) as answer:
+        await page.locator("#leave").click()
+        await expect(page.locator("#login-title")).to_be_visible()
+        await answer()
+        await expect(page.locator("main")).to_be_hidden()
     assert "right-key" not in await page.evaluate("JSON.stringify(sessionStorage)")
     await page.unroute_all(behavior="wait")
     viewer.faults = [fault for fault in viewer.faults if "401" not in fault]

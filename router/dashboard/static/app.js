@@ -70,6 +70,7 @@ async function look() {
   let delayMs = EVERY_MS;
   try {
     const found = await api.snapshot();
+    if (signedOut) return;
     if (found.version !== VERSION) throw new Error(`this page supports snapshot version ${VERSION}, but the router sent ${found.version}: reload the page`);
     view = found;
     failures = 0;
@@ -78,6 +79,7 @@ async function look() {
     draw();
     if (!paused) setStatus("live", "live");
   } catch (error) {
+    if (signedOut) return;
     delayMs = failed(error);
   } finally {
     asking = false;
@@ -85,12 +87,13 @@ async function look() {
   if (delayMs !== null) timer = setTimeout(look, delayMs);
 }
 
-// Returns the delay until the next try; null: wait for a sign-in.
+// Returns the delay until the next try; null: wait for a sign-in, or for the end of the pause.
 function failed(error) {
   if (error instanceof api.NeedsKey || error instanceof api.Refused) {
     signIn(error instanceof api.Refused ? error.message : api.key.get() ? "This key is not accepted." : "");
     return null;
   }
+  if (paused) return null;
   failures += 1;
   const delayMs = Math.min(SLOWEST_MS, EVERY_MS * 2 ** Math.min(failures - 1, 5));
   setStatus("lost", "disconnected");
