@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cluster.cli.state_file import of_this_process, written
 from tandem.testing.models import write_tiny_llama
 
 PORTS = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
@@ -51,6 +52,18 @@ def test_an_output_without_a_limit_is_refused(tmp_path: Path) -> None:
     done = tandem(tmp_path, "up", "--detach", "--set", "observability.logs.target=stdout")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --detach: expected observability.logs.target: files")
+
+
+def test_a_second_detached_cluster_leaves_the_output_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with written(of_this_process("b")):
+        output = tmp_path / "state" / "tandem" / "b.log"
+        output.write_text("ready\n")
+        done = tandem(tmp_path, "up", "--detach", "--name", "b")
+        assert (done.returncode, output.read_text()) == (2, "ready\n")
+    assert done.stderr.startswith("error: name: a cluster named 'b' is starting")
 
 
 def test_the_version_is_an_option_too(tmp_path: Path) -> None:

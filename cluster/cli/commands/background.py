@@ -33,6 +33,7 @@ def run_detached(spec: ClusterSpec) -> int:
             field="--detach",
         )
     name = spec.name
+    state_file.refuse_second(name)  # the output file is that of the running one
     folder = state_file.state_dir()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     output = folder / f"{name}.log"
