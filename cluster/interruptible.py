@@ -7,6 +7,8 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as of a shell
+
 
 def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
     """Runs `main` and returns its exit code. The first SIGINT or SIGTERM cancels it, for a clean end with code 0; the

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -52,6 +55,28 @@ def test_an_output_without_a_limit_is_refused(tmp_path: Path) -> None:
     done = tandem(tmp_path, "up", "--detach", "--set", "observability.logs.target=stdout")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --detach: expected observability.logs.target: files")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_before_it_serves_stops_the_cluster(tmp_path: Path, signum: signal.Signals) -> None:
+    model = write_tiny_llama(tmp_path / "tiny")
+    options = ("--backend", "subprocess", "--model", str(model), "--name", "b", *PORTS)
+    command = [sys.executable, "-m", "cluster", "up", "--detach", *options]
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    state = tmp_path / "state" / "tandem" / "b.json"
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        until_s = time.monotonic() + 60
+        while not state.exists():
+            assert process.poll() is None, "ended early"
+            assert time.monotonic() < until_s, "not started"
+            time.sleep(0.01)
+        pid = json.loads(state.read_text())["pid"]
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=90)
+    assert (process.returncode, said) == (130, "")
+    assert not state.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_second_detached_cluster_leaves_the_output_of_the_first(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from cluster.cli import state_file
 from cluster.cli.admin_client import Admin, controller_at, find_admin
 from cluster.cli.console import console
+from cluster.interruptible import INTERRUPTED
 from tandem.config.observability import LogTarget
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, UnavailableError
@@ -25,7 +27,7 @@ NOTICE_S = 30.0
 def run_detached(spec: ClusterSpec) -> int:
     """Runs the same command again, without --detach, as a process that outlives this one. Returns when it serves.
 
-    Raises ConfigError.
+    Ctrl-C or SIGTERM before that stops the cluster. Raises ConfigError.
     """
     if spec.observability.logs.target is LogTarget.STDOUT:
         raise ConfigError(
@@ -38,6 +40,15 @@ def run_detached(spec: ClusterSpec) -> int:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     output = folder / f"{name}.log"
     arguments = [each for each in sys.argv[1:] if each != "--detach"]
+    interrupted = False
+
+    def stop(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, stop)  # not an exception, which could hide the process that is being started
     with output.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster", *arguments],
@@ -46,16 +57,15 @@ def run_detached(spec: ClusterSpec) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        while (state := state_file.read(name)) is None or not state.is_ready or state.pid != process.pid:
-            if process.poll() is not None:
-                sys.stderr.write(output.read_text(errors="replace"))
-                return process.returncode or 1
-            time.sleep(POLL_S)
-    except KeyboardInterrupt:  # nothing would show that the cluster goes on
-        process.terminate()
-        process.wait()
-        raise
+    while (state := state_file.read(name)) is None or not state.is_ready or state.pid != process.pid:
+        if interrupted:  # nothing would show that the cluster goes on
+            process.terminate()
+            process.wait()
+            return INTERRUPTED
+        if process.poll() is not None:
+            sys.stderr.write(output.read_text(errors="replace"))
+            return process.returncode or 1
+        time.sleep(POLL_S)
     scheme = "http" if state.edge_ca is None else "https"
     screen = console()
     routers = f"{scheme}://{state.http}/v1, gRPC {state.grpc}" if state.http else "no routers of its own"

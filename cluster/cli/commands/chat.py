@@ -14,11 +14,11 @@ from rich.console import Console
 
 from cluster.cli.admin_client import find_routed, refuse_cluster_beside
 from cluster.cli.router_client import chat_request, edge_channel, generate
+from cluster.interruptible import INTERRUPTED
 from tandem.errors import ConfigError, TandemError
 from tandem.v1 import inference_pb2
 
 DEFAULT_MAX_TOKENS = 1024
-INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as of a shell
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 _HINT = "Ctrl-C ends an answer. /clear forgets the conversation. /bye or Ctrl-D ends it."
 
