@@ -27,12 +27,14 @@ class Recorded:
 def run_record(
     target: Admin, output: Path, *, model: str, duration_s: float | None, requests: int, overwrite: bool
 ) -> int:
-    """Records until Ctrl-C, `duration_s` or `requests`. Returns 1 if nothing was recorded.
+    """Records until Ctrl-C, `duration_s` or `requests`. Returns 1 if nothing was recorded, and then leaves an existing
+    file as it was, and no new one.
 
     Raises ConfigError, and the controller's error.
     """
+    is_new, is_replaced = not output.exists(), overwrite and output.is_file()
     try:
-        file = output.open("w" if overwrite else "x", encoding="utf-8")
+        file = output.open("a" if is_replaced else "w" if overwrite else "x", encoding="utf-8")
     except FileExistsError:
         raise ConfigError(
             f"{output}: the file exists: choose another name, or pass --overwrite", field="output"
@@ -40,7 +42,11 @@ def run_record(
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}", field="output") from None
     with file:
-        return run_interruptible(_record(target, file, model, duration_s, requests))
+        try:
+            return run_interruptible(_record(target, file, model, duration_s, requests))
+        finally:
+            if is_new and not file.tell():
+                output.unlink(missing_ok=True)
 
 
 async def _record(target: Admin, file: TextIO, model: str, duration_s: float | None, requests: int) -> int:
@@ -70,7 +76,7 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
 
 
 def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
-    """Writes one line of a request log."""
+    """Writes one line of a request log. The first one replaces what the file had."""
     seen.lost += logged.lost
     if not logged.output_tokens:
         seen.unanswered += 1
@@ -83,6 +89,8 @@ def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
         times_s={name: getattr(logged, name) for name in ("ttft_s", "decode_s") if logged.HasField(name)},
         label=(logged.priority, logged.tenant),
     )
+    if not seen.requests and file.mode == "a":
+        file.truncate(0)
     file.write(row)
     file.flush()
     seen.requests += 1
