@@ -265,8 +265,10 @@ def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, make: Callable[[Path
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "audit.gz"
+    broken, damaged = tmp_path / "broken.gz", tmp_path / "damaged.gz"
+    whole = gzip.compress(b"a line of an audit log\n" * 99)
     broken.write_bytes(b"no archive")
-    for path in (tmp_path / "missing", broken):
+    damaged.write_bytes(whole[:10] + b"\xff" * 20 + whole[30:])
+    for path in (tmp_path / "missing", broken, damaged):
         with pytest.raises(InputError, match=f"FILE: cannot read {path}"):
             run_verify([path], None)
