@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,13 +30,27 @@ class ClusterState:
     tls: dict[str, str] | None = None  # security.tls
     edge_ca: str | None = None  # PEM file with the CA of the routers' certificate; None: no TLS
     is_ready: bool = False  # it has been
+    host: str = ""  # `host_id` of its process; empty in files of earlier releases
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its pid is of this host. A home folder may be shared by hosts and containers."""
+        return self.host in ("", host_id())
 
     @property
     def is_alive(self) -> bool:
+        """Whether it runs here."""
+        if not self.is_here:
+            return False
         try:
             return start_of(self.pid) == self.started
         except (FileNotFoundError, ProcessLookupError):
             return False
+
+
+def host_id() -> str:
+    """Hostname and PID namespace, which a reboot of a machine does not change."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def start_of(pid: int) -> str:
@@ -99,19 +114,29 @@ def _changed_s(folder: Path) -> float:
 
 
 def read(name: str) -> ClusterState | None:
-    """The live cluster with this name. Removes the file of a dead one."""
-    path = state_dir() / f"{name}.json"
+    """The live cluster with this name. Removes the file of one that died here."""
+    path = _path(name)
     try:
-        state = ClusterState(**json.loads(path.read_text()))
+        state = _load(path)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
         path.unlink(missing_ok=True)
         return None
-    if not state.is_alive:
+    if state.is_alive:
+        return state
+    if state.is_here:
         path.unlink(missing_ok=True)
-        return None
-    return state
+    return None
+
+
+def _path(name: str) -> Path:
+    return state_dir() / f"{name}.json"
+
+
+def _load(path: Path) -> ClusterState:
+    """Raises FileNotFoundError; ValueError or TypeError for a broken file."""
+    return ClusterState(**json.loads(path.read_text()))
 
 
 def refuse_second(name: str) -> None:
@@ -149,20 +174,26 @@ def find(name: str | None) -> ClusterState:
 
 @contextmanager
 def written(state: ClusterState) -> Iterator[None]:
-    """The file exists inside the context."""
+    """The file exists inside the context, unless another process replaces it."""
     write(state)
     try:
         yield
     finally:
-        (state_dir() / f"{state.name}.json").unlink(missing_ok=True)
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            if _owner(_load(_path(state.name))) == _owner(state):
+                _path(state.name).unlink()
+
+
+def _owner(state: ClusterState) -> tuple[str, int, str]:
+    return state.host, state.pid, state.started
 
 
 def write(state: ClusterState) -> None:
-    path = state_dir() / f"{state.name}.json"
+    path = _path(state.name)
     with _writing(path.parent):
         replace_file(path, json.dumps(asdict(state)).encode())
 
 
 def of_this_process(name: str) -> ClusterState:
     """Before its cluster has addresses."""
-    return ClusterState(name, os.getpid(), start_of(os.getpid()))
+    return ClusterState(name, os.getpid(), start_of(os.getpid()), host=host_id())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import time
@@ -59,6 +60,43 @@ def test_what_a_dead_process_left_is_forgotten() -> None:
     with state_file.written(replace(mine(), started="another")):  # the pid now belongs to another process
         assert state_file.read("tandem") is None
         assert not (state_file.state_dir() / "tandem.json").exists()
+
+
+def test_a_cluster_of_another_host_is_left_alone_and_not_found_here() -> None:
+    """It is in a home folder that hosts or containers share; its pid says nothing here."""
+    elsewhere = replace(mine(), host="another pid:[4026531836]")
+    with state_file.written(elsewhere):
+        assert not elsewhere.is_alive
+        assert state_file.read("tandem") is None
+        with pytest.raises(ConfigError, match="no cluster is running on this machine"):
+            state_file.find(None)
+        assert (state_file.state_dir() / "tandem.json").exists()
+
+
+def test_what_ran_here_before_a_reboot_is_forgotten() -> None:
+    _, ticks = mine().started.split(":")
+    with state_file.written(replace(mine(), started=f"another-boot:{ticks}")):
+        assert state_file.read("tandem") is None
+        assert not (state_file.state_dir() / "tandem.json").exists()
+
+
+def test_a_file_of_an_earlier_release_has_no_host() -> None:
+    with state_file.written(mine()):
+        path = state_file.state_dir() / "tandem.json"
+        fields = json.loads(path.read_text())
+        del fields["host"]
+        path.write_text(json.dumps(fields))
+        assert state_file.find(None).admin == "a:1"
+        path.write_text(json.dumps(fields | {"started": "another"}))
+        assert state_file.read("tandem") is None
+        assert not path.exists()
+
+
+def test_a_file_that_another_process_wrote_stays() -> None:
+    successor = replace(mine(), pid=os.getppid(), started=state_file.start_of(os.getppid()))
+    with state_file.written(mine()):
+        state_file.write(successor)
+    assert state_file.read("tandem") == successor
 
 
 def test_a_broken_file_is_forgotten() -> None:
