@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.cli.commands.planning import bench_batching
 from cluster.cli.commands.planning.bench import BenchFlags
 from cluster.cli.commands.planning.bench_batching import batching_specs, show
-from cluster.cli.commands.planning.inputs import TrafficFlags
+from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from cluster.cli.load.player import LoadResult
 from cluster.cli.main import app
 from planner.simulator.measurements import RunMeasurements
@@ -19,6 +25,7 @@ from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from tandem.config.model import Role
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, TandemError
 from tandem.request import RequestState
 
@@ -117,3 +124,40 @@ def test_the_table_has_a_column_for_each(capsys: pytest.CaptureFixture[str]) -> 
     assert [cell.strip() for cell in lines["attainment.ttft"]] == ["100.0%", "0.0%"]
     fast, slow = (float(cell.strip().removesuffix("/s")) for cell in lines["served_tokens_per_s"])
     assert fast > slow
+
+
+@pytest.mark.parametrize("done", [0, 1])
+async def test_an_interrupt_keeps_the_results_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], done: int
+) -> None:
+    results = iter([measured(0.25)][:done])
+    warms_up = asyncio.Event()
+
+    @asynccontextmanager
+    async def cluster(spec: ClusterSpec, progress: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(spec=spec, grpc_address="h:1")
+
+    async def measure(*_: object) -> LoadResult:
+        for result in results:
+            return result
+        warms_up.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(bench_batching, "running_cluster", cluster)
+    monkeypatch.setattr(bench_batching, "measure", measure)
+    output = tmp_path / "results.json"
+    traffic = TrafficFlags("synthetic", "poisson:4", "60:30", requests=6)
+    asked = BenchFlags(traffic, Slo(), compare="batching", output=output, json=True)
+    bench = asyncio.create_task(bench_batching._bench(asked, load_traffic(traffic), batching_specs(asked)))
+    await warms_up.wait()
+    bench.cancel()
+    assert await bench == (0 if done else 1)
+    said = capsys.readouterr()
+    assert said.err.startswith("interrupted, without results for ")
+    assert ("continuous" in said.err) is not bool(done)
+    if done:
+        assert list(json.loads(said.out)["results"]) == ["continuous"]
+        assert json.loads(output.read_text()) == json.loads(said.out)
+    else:
+        assert not output.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -55,6 +56,24 @@ async def test_what_every_request_would_fail_of_is_said_before_the_first(cluster
     flags = BenchFlags(TRAFFIC, Slo(), "tandem", url, model="another")
     with pytest.raises(ModelNotFound, match=f"expected one of {MODEL}"):
         await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
+
+
+async def test_an_interrupted_warm_up_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        flags = BenchFlags(TRAFFIC, Slo(), "completions", url, model=MODEL)
+        bench = asyncio.create_task(bench_against(flags, find_target(flags), load_traffic(TRAFFIC)))
+        await asked.wait()
+        bench.cancel()
+        assert await bench == 1
+    assert capsys.readouterr() == ("", "interrupted before the first request\n")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import sys
@@ -85,8 +86,13 @@ async def measure(flags: BenchFlags, target: Target, trace: TrafficTrace, prompt
 
 
 async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) -> int:
+    """Measures until the end of the trace or a cancellation. Returns 1 if no request finished."""
     seed = secrets.randbits(32) if flags.prompt_seed is None else flags.prompt_seed
-    result = await measure(flags, target, trace, seed)
+    try:
+        result = await measure(flags, target, trace, seed)
+    except asyncio.CancelledError:
+        print("interrupted before the first request", file=sys.stderr)
+        return 1
     text = json.dumps(result.to_json(), indent=2, allow_nan=False)
     if flags.output is not None:
         flags.output.write_text(text + "\n", encoding="utf-8")

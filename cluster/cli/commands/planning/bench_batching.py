@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterator, Mapping
@@ -38,8 +39,8 @@ _PROMPT_TOKENS = 1 << 20  # in flight to a worker, at least: otherwise the route
 
 
 def run_bench_batching(flags: BenchFlags) -> int:
-    """Returns 1 if a cluster finished no request. Raises InputError, ConfigError, and what a cluster's start or first
-    request raises."""
+    """Returns 1 if a measured cluster finished no request, or an interrupt left no result. Raises InputError,
+    ConfigError, and what a cluster's start or first request raises."""
     check_compare(flags)
     check_writable("--output", flags.output)
     trace, specs = load_traffic(flags.traffic), batching_specs(flags)
@@ -107,20 +108,12 @@ def _batching(base: ClusterSpec, kind: str) -> ClusterSpec:
 
 
 async def _bench(flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, ClusterSpec]) -> int:
-    seed = secrets.randbits(32) if flags.prompt_seed is None else flags.prompt_seed  # the same prompts for all
     notes = Console(stderr=True, highlight=False)
-    results: dict[str, LoadResult] = {}
-    for kind, spec in specs.items():
-
-        def progress(text: str, kind: str = kind) -> None:
-            notes.print(f"[dim]{kind}: {escape(text)}[/]")
-
-        async with running_cluster(spec, progress) as cluster:
-            tls = cluster.spec.router.tls
-            url = urlsplit(f"{'grpc' if tls is None else 'grpcs'}://{cluster.grpc_address}")
-            results[kind] = await measure(flags, Target(url, None if tls is None else tls.cert), trace, seed)
-        if not results[kind].complete:
-            break  # interrupted
+    results = await _measured(flags, trace, specs, notes)
+    if missing := [kind for kind in specs if kind not in results]:
+        notes.print(f"interrupted, without results for {', '.join(missing)}")
+    if not results:
+        return 1
     found = {kind: result.to_json() for kind, result in results.items()}
     text = json.dumps({"compared": "engine.batching", "results": found}, indent=2, allow_nan=False)
     if flags.output is not None:
@@ -130,6 +123,29 @@ async def _bench(flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, Clu
     else:
         show(results, console())
     return 0 if all(result.finished for result in results.values()) else 1
+
+
+async def _measured(
+    flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, ClusterSpec], notes: Console
+) -> dict[str, LoadResult]:
+    """The results so far, if it is cancelled."""
+    seed = secrets.randbits(32) if flags.prompt_seed is None else flags.prompt_seed  # the same prompts for all
+    results: dict[str, LoadResult] = {}
+    for kind, spec in specs.items():
+
+        def progress(text: str, kind: str = kind) -> None:
+            notes.print(f"[dim]{kind}: {escape(text)}[/]")
+
+        try:
+            async with running_cluster(spec, progress) as cluster:
+                tls = cluster.spec.router.tls
+                url = urlsplit(f"{'grpc' if tls is None else 'grpcs'}://{cluster.grpc_address}")
+                results[kind] = await measure(flags, Target(url, None if tls is None else tls.cert), trace, seed)
+        except asyncio.CancelledError:
+            break
+        if not results[kind].complete:
+            break  # interrupted
+    return results
 
 
 def show(results: Mapping[str, LoadResult], console: Console) -> None:
