@@ -356,7 +356,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs the command line. Every error of ours is one line on stderr and exit code 2."""
+    """Runs the command line. Every error of ours, or of a file, is one line on stderr and exit code 2."""
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     # At the default level, gRPC prints a line for each peer without TLS.
@@ -367,8 +367,12 @@ def main() -> None:
         from cluster.cli import termination_message
         from tandem.errors import TandemError
 
-        if not isinstance(error, TandemError):
+        if isinstance(error, TandemError):
+            message = error.message
+        elif isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}"
+        else:
             raise
-        print(f"error: {error.message}", file=sys.stderr)
-        termination_message.write(error.message)
+        print(f"error: {message}", file=sys.stderr)
+        termination_message.write(message)
         sys.exit(2)

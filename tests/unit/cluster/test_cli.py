@@ -138,6 +138,18 @@ def test_errors_are_one_line_on_stderr(tandem: Tandem, arguments: tuple[str, ...
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_file_that_cannot_be_used_is_named_in_one_line(tandem: Tandem, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "tandem" / "mine.json").mkdir(parents=True)
+    for arguments, said in (
+        (("certs", "init", str(tmp_path / "file" / "certs")), f"{tmp_path}/file/certs: Not a directory"),
+        (("status", "--cluster", "mine"), f"{tmp_path}/tandem/mine.json: Is a directory"),
+        (("up", "--detach", "--name", "mine"), f"{tmp_path}/tandem/mine.json: Is a directory"),
+    ):
+        done = tandem(*arguments)
+        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
+
+
 def test_a_broken_audit_log_is_an_exit_code_of_its_own(tandem: Tandem, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text('{"time":"now"}\n')
