@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import planner.devices
-from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, load_traffic, parse_arrivals
+from cluster.cli.commands.planning.inputs import (
+    HardwareFlags,
+    TrafficFlags,
+    load_traffic,
+    parse_arrivals,
+    write_result,
+)
 from cluster.cli.commands.planning.plan import cost_model_of
 from cluster.cli.commands.planning.simulate import ClusterFlags, load_simulation
 from cluster.cli.main import app
@@ -510,3 +518,20 @@ class TestCalibrate:
         result = run("calibrate", str(folder / "users.jsonl"), *MODEL, "-o", str(folder / "none" / "c.json"))
         assert isinstance(result.exception, InputError)
         assert "--output: expected a file that can be written" in result.exception.message
+
+
+def test_a_result_that_cannot_be_written_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "measured.json"
+    write_result("--output", output, "earlier")
+    write_result("--output", Path("/dev/null"), "later")
+    assert Path("/dev/null").is_char_device()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=f"^--output: {output}: No space left on device$"):
+        write_result("--output", output, "later")
+    assert output.read_text() == "earlier\n"

@@ -58,13 +58,27 @@ async def test_what_every_request_would_fail_of_is_said_before_the_first(cluster
         await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
 
 
+async def test_a_result_is_shown_before_it_is_written(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
+    gone = tmp_path / "gone" / "measured.json"
+    flags = BenchFlags(TRAFFIC, Slo(), "tandem", url, vocab=300, output=gone, json=True)
+    with pytest.raises(ConfigError, match=f"--output: {gone}: No such file or directory"):
+        await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
+    await cluster.settled()
+    assert json.loads(capsys.readouterr().out)["complete"]
+
+
 async def test_an_interrupted_warm_up_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = asyncio.Event()
+    asked, ended = asyncio.Event(), asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.set()
         await reader.read()
         writer.close()
+        await writer.wait_closed()
+        ended.set()
 
     async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
@@ -73,6 +87,7 @@ async def test_an_interrupted_warm_up_is_no_success(capsys: pytest.CaptureFixtur
         await asked.wait()
         bench.cancel()
         assert await bench == 1
+        await ended.wait()
     assert capsys.readouterr() == ("", "interrupted before the first request\n")
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cluster.cli.admin_client import find_routed, refuse_cluster_beside
-from cluster.cli.commands.planning.inputs import TrafficFlags, check_writable, load_traffic
+from cluster.cli.commands.planning.inputs import TrafficFlags, check_writable, load_traffic, write_result
 from cluster.cli.commands.planning.simulate import latencies, outcome_lines
 from cluster.cli.load.client import LoadClient
 from cluster.cli.load.grpc_client import GrpcClient
@@ -94,12 +94,12 @@ async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) 
         print("interrupted before the first request", file=sys.stderr)
         return 1
     text = json.dumps(result.to_json(), indent=2, allow_nan=False)
-    if flags.output is not None:
-        flags.output.write_text(text + "\n", encoding="utf-8")
     if flags.json:
         print(text)
     else:
         show(result, Console(highlight=False))
+    if flags.output is not None:
+        write_result("--output", flags.output, text)
     return 0 if result.finished else 1
 
 

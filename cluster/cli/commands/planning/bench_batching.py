@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cluster.cli.commands.planning.bench import BenchFlags, Target, measure
 from cluster.cli.commands.planning.compare import metric_value
-from cluster.cli.commands.planning.inputs import check_writable, load_traffic
+from cluster.cli.commands.planning.inputs import check_writable, load_traffic, write_result
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.console import console
 from cluster.cli.load.player import LoadResult
@@ -116,12 +116,12 @@ async def _bench(flags: BenchFlags, trace: TrafficTrace, specs: Mapping[str, Clu
         return 1
     found = {kind: result.to_json() for kind, result in results.items()}
     text = json.dumps({"compared": "engine.batching", "results": found}, indent=2, allow_nan=False)
-    if flags.output is not None:
-        flags.output.write_text(text + "\n", encoding="utf-8")
     if flags.json:
         print(text)
     else:
         show(results, console())
+    if flags.output is not None:
+        write_result("--output", flags.output, text)
     return 0 if all(result.finished for result in results.values()) else 1
 
 

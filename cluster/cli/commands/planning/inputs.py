@@ -33,6 +33,7 @@ from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
 from tandem.config.model import Role
 from tandem.errors import ConfigError, InputError
+from tandem.files import replace_file
 
 SYNTHETIC = "synthetic"
 _NUMBERS = {"poisson": 1, "gamma": 2, "ramp": 3, "diurnal": 3}
@@ -366,3 +367,18 @@ def check_writable(option: str, path: Path | None) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise InputError(f"{option}: expected a file that can be written, got {path}", field=option)
+
+
+def write_result(option: str, path: Path, text: str) -> None:
+    """Writes `text` and a line's end, to a file of mode 0600. An earlier file stays if that fails.
+
+    Raises ConfigError.
+    """
+    data, is_special = f"{text}\n".encode(), path.is_symlink() or (path.exists() and not path.is_file())
+    try:
+        if is_special or not os.access(path.absolute().parent, os.W_OK):  # a pipe, or a file in a folder of others
+            path.write_bytes(data)
+        else:
+            replace_file(path, data)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: {error.strerror}", field=option) from None
