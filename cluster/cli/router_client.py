@@ -9,6 +9,7 @@ import grpc.aio
 from cryptography import x509
 
 from cluster.certificates import load, names_of
+from tandem.errors import ConfigError
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.tls import read_file
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -24,6 +25,12 @@ def edge_channel(address: str, ca: str | None) -> grpc.aio.Channel:
     if not _is_authority(first) and (name := _server_name(first)):
         options.append(("grpc.ssl_target_name_override", name))  # the file is the server's certificate itself
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
+
+
+def check_api_key(api_key: str | None) -> None:
+    """Raises ConfigError for a key that no header can hold, such as one with a line's end."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("TANDEM_API_KEY: expected printable ASCII characters", field="--api-key")
 
 
 def chat_request(

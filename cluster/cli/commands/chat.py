@@ -13,7 +13,7 @@ import grpc.aio
 from rich.console import Console
 
 from cluster.cli.admin_client import find_routed, refuse_cluster_beside
-from cluster.cli.router_client import chat_request, edge_channel, generate
+from cluster.cli.router_client import chat_request, check_api_key, edge_channel, generate
 from cluster.interruptible import INTERRUPTED
 from tandem.errors import ConfigError, TandemError
 from tandem.v1 import inference_pb2
@@ -59,6 +59,7 @@ def run_chat(
 ) -> int:
     if options.raw and options.images:
         raise ConfigError("--image: expected no --raw beside it: images need a chat template", field="--image")
+    check_api_key(api_key)
     refuse_cluster_beside("--address", address, cluster)
     given = str(ca) if ca is not None else None
     if address is None:

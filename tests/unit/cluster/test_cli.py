@@ -118,6 +118,8 @@ def test_no_option_is_cut_off_at_80_columns(
         (("status", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
         (("down", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
         (("chat", "hi", *ELSEWHERE, "--cluster", "c"), "--cluster: expected none with --address"),
+        (("chat", "hi", *ELSEWHERE, "--api-key", "secret\n"), "TANDEM_API_KEY: expected printable ASCII"),
+        (("chat", "hi", *ELSEWHERE, "--api-key", "schlüssel"), "TANDEM_API_KEY: expected printable ASCII"),
         (("restart", "--watch", "--model", "m", *ELSEWHERE), "--model: expected none with --watch"),
         (("restart", "--watch", "--wait", *ELSEWHERE), "--wait: expected none with --watch"),
         (("restart", "--watch", "--routers", *ELSEWHERE), "--routers: expected none with --watch"),

@@ -21,6 +21,7 @@ from cluster.cli.load.grpc_client import GrpcClient
 from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
 from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
+from cluster.cli.router_client import check_api_key
 from cluster.interruptible import run_interruptible
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
@@ -139,8 +140,7 @@ def find_target(flags: BenchFlags) -> Target:
     """Raises ConfigError."""
     if flags.api not in APIS:
         raise ConfigError(f"--api: expected one of {', '.join(APIS)}, got {flags.api!r}", field="--api")
-    if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
-        raise ConfigError("TANDEM_API_KEY: expected printable ASCII characters", field="--api-key")
+    check_api_key(flags.api_key)
     if flags.api != "tandem" and not flags.model:
         raise ConfigError("--model: expected the served name of the model", field="--model")
     if flags.api == "chat" and flags.vocab is not None:
