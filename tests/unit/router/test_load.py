@@ -105,6 +105,14 @@ def test_wrong_options_say_what_was_expected(api: str, url: str, model: str, sai
         find_target(BenchFlags(TRAFFIC, Slo(), api, url, model=model))
 
 
+@pytest.mark.parametrize("url", ["http://me:secret@h:1/v1", "http://[::1]:1/v1", "http://h/v1?a=b"])
+def test_a_password_in_the_url_is_not_shown(url: str) -> None:
+    assert find_target(BenchFlags(TRAFFIC, Slo(), "chat", url, model="m")).shown == url.replace("me:secret@", "")
+    with pytest.raises(ConfigError, match="--url") as refused:
+        find_target(BenchFlags(TRAFFIC, Slo(), "tandem", url))
+    assert "secret" not in refused.value.message
+
+
 def test_what_is_no_result_cannot_be_compared(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.json"
     for text in ("[]", "{", '{"ttft_s": 1}'):

@@ -63,6 +63,11 @@ class Target:
     url: SplitResult
     ca: str | None
 
+    @property
+    def shown(self) -> str:
+        """Without a user and password."""
+        return self.url._replace(netloc=self.url.netloc.rpartition("@")[2]).geturl()
+
 
 def run_bench(flags: BenchFlags) -> int:
     """Returns 1 if no request finished. Raises InputError, ConfigError, and the server's error to the first request."""
@@ -125,7 +130,6 @@ async def _connect(flags: BenchFlags, target: Target) -> tuple[LoadClient, int |
 async def _play(
     flags: BenchFlags, target: Target, trace: TrafficTrace, prompts: Prompts, client: LoadClient
 ) -> LoadResult:
-    shown = target.url.geturl()
     quiet = flags.json or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task("requests ended", total=len(trace))
@@ -133,7 +137,7 @@ async def _play(
             trace, prompts, client, flags.slo, flags.limits, lambda ended: progress.update(task, completed=ended)
         )
         await player.warm_up(flags.warm_up)
-        return await player.play(shown)
+        return await player.play(target.shown)
 
 
 def find_target(flags: BenchFlags) -> Target:
@@ -156,11 +160,11 @@ def find_target(flags: BenchFlags) -> Target:
         scheme = schemes[0] if found.edge_ca is None else schemes[1]
         where = found.grpc if flags.api == "tandem" else f"{found.http}/v1"
         return Target(urlsplit(f"{scheme}://{where}"), ca)
-    url = urlsplit(flags.url)
-    if url.scheme not in schemes or not url.hostname:
+    target = Target(urlsplit(flags.url), given)
+    if target.url.scheme not in schemes or not target.url.hostname:
         example = "grpc://HOST:PORT" if flags.api == "tandem" else "http://HOST:PORT/v1"
-        raise ConfigError(f"--url: expected {example} for --api {flags.api}, got {flags.url!r}", field="--url")
-    return Target(url, given)
+        raise ConfigError(f"--url: expected {example} for --api {flags.api}, got {target.shown!r}", field="--url")
+    return target
 
 
 def show(result: LoadResult, console: Console) -> None:
