@@ -28,7 +28,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, RouterSetup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
-from router.edge.grpc_server import MAX_GENERATE_CALLS
+from router.edge.grpc_server import CALLS_OF_ONE, MAX_GENERATE_CALLS
 from tandem.config.router import Disaggregation, PolicyName, RouterSpec
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2
@@ -137,7 +137,7 @@ async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
 
-        calls = asyncio.Semaphore(MAX_GENERATE_CALLS)  # a poor policy would have more
+        calls = asyncio.Semaphore(MAX_GENERATE_CALLS // CALLS_OF_ONE)  # a poor policy would have more
 
         async def ask(tokens: Sequence[int]) -> float:
             sampling = inference_pb2.SamplingParams(max_tokens=2, ignore_eos=True)

@@ -10,6 +10,7 @@ from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.grpc_chat import ChatParts, chat_of, parsed_json
 from router.edge.keyed_grpc import KeyedCalls
+from router.edge.limits.grpc_arrivals import caller_of
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.write_pauses import WritePauses
 from router.request_terms import RequestTerms
@@ -43,7 +44,8 @@ class InferenceEdge(InferenceServicer):
         self._pauses = pauses
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
+        given = (header_of(context), context.time_remaining(), call_of(context), caller_of(context))
+        run = partial(self._generate, request, *given)
         return self._keyed.answer(f"{SERVICE}/Generate", pb.GenerateResponse, request, context, run)
 
     async def _generate(
@@ -52,9 +54,10 @@ class InferenceEdge(InferenceServicer):
         header: Callable[[str], str | None],
         remaining_s: float | None,
         call: Call | None,
+        caller: str,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         pauses = self._pauses
-        with self._limit:
+        with self._limit.of(caller):
             terms = self._service.terms(header, remaining_s, call)
             raw = await self._parsed(request, terms)
             submitted = await self._service.submit(raw, terms, model_required=False)

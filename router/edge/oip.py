@@ -9,6 +9,7 @@ from typing import Any
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.keyed_grpc import KeyedCalls, has_key
+from router.edge.limits.grpc_arrivals import caller_of
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, model_config, parse_infer, response
 from router.edge.openai.answer_format import text_of, tokens_of
@@ -83,7 +84,8 @@ class OipEdge(GRPCInferenceServiceServicer):
         return reply
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
-        infer = partial(self._infer, request, header_of(context), context.time_remaining(), call_of(context))
+        given = (header_of(context), context.time_remaining(), call_of(context), caller_of(context))
+        infer = partial(self._infer, request, *given)
 
         async def run() -> AsyncGenerator[oip.ModelInferResponse, None]:
             yield await infer()
@@ -98,8 +100,9 @@ class OipEdge(GRPCInferenceServiceServicer):
         header: Callable[[str], str | None],
         remaining_s: float | None,
         call: Call | None,
+        caller: str,
     ) -> oip.ModelInferResponse:
-        with self._limit:
+        with self._limit.of(caller):
             terms = self._service.terms(header, remaining_s, call)
             parsed = self._parse(request, terms.call)
             parts = [part async for part in self._answer(parsed, terms)]
@@ -120,7 +123,7 @@ class OipEdge(GRPCInferenceServiceServicer):
         self, request: oip.ModelInferRequest, context: Any
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         try:
-            with self._limit:
+            with self._limit.of(caller_of(context)):
                 call, header = call_of(context), header_of(context)
                 if call is not None:
                     self._service.calls.authenticate_again(call, header("authorization"))

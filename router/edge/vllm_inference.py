@@ -9,7 +9,8 @@ from typing import Any
 
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
-from router.edge.keyed_grpc import KeyedCalls
+from router.edge.keyed_grpc import KeyedCalls, Run
+from router.edge.limits.grpc_arrivals import caller_of
 from router.edge.limits.grpc_calls import CallLimit
 from router.edge.vllm_messages import AnswerMessages, model_of, raw_request, with_field_of_request
 from router.edge.write_pauses import WritePauses
@@ -36,11 +37,11 @@ class VllmEdge(InferenceServicer):
         self._pauses = pauses
 
     def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
+        run = self._run(request, context)
         return self._keyed.answer(f"{SERVICE}/GenerateStream", pb.GenerateResponse, request, context, run)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        run = partial(self._generate, request, header_of(context), context.time_remaining(), call_of(context))
+        run = self._run(request, context)
         parts = self._keyed.answer(f"{SERVICE}/Generate", pb.GenerateResponse, request, context, run)
         whole: pb.GenerateResponse | None = None
         texts, tokens = [], 0
@@ -56,14 +57,19 @@ class VllmEdge(InferenceServicer):
         whole.outputs.text, whole.outputs.num_tokens = "".join(texts), tokens
         return whole
 
+    def _run(self, request: pb.GenerateRequest, context: Any) -> Run[pb.GenerateResponse]:
+        given = (header_of(context), context.time_remaining(), call_of(context), caller_of(context))
+        return partial(self._generate, request, *given)
+
     async def _generate(
         self,
         request: pb.GenerateRequest,
         header: Callable[[str], str | None],
         remaining_s: float | None,
         call: Call | None,
+        caller: str,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        with self._limit:
+        with self._limit.of(caller):
             terms = self._service.terms(header, remaining_s, call)
             submitted = await self._submitted(request, terms)
             stream = submitted.stream

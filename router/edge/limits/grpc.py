@@ -42,16 +42,18 @@ class GuardedServer:
         client_timeout_s: float,
         calls: CallGate | None = None,
         *,
+        max_of_one: int | None = None,
         arrivals: Arrivals | None = None,
         streams: CallLimit | None = None,
         answers: CallLimit | None = None,
         admit: Admit | None = None,
     ) -> None:
-        """At most `max_calls` run at a time. `streams`, `answers`: replace that limit for methods that take, and that
-        answer with, several messages, as a client may keep such a call for ever. `calls`: gets the end of each call
-        that GrpcGate began. `admit`: gets the context of each call before its message; it may raise TandemError."""
+        """At most `max_calls` run at a time, and `max_of_one` of one key or address. `streams`, `answers`: replace
+        that limit for methods that take, and that answer with, several messages, as a client may keep such a call for
+        ever. `calls`: gets the end of each call that GrpcGate began. `admit`: gets the context of each call before its
+        message; it may raise TandemError."""
         self._server = server
-        self._limit = CallLimit(max_calls)
+        self._limit = CallLimit(max_calls, max_of_one)
         self._streams = streams or self._limit
         self._answers = answers or self._limit
         self._calls = calls
@@ -83,7 +85,7 @@ class GuardedServer:
         async def call(_: object, context: Any) -> Any:
             async with self._checked(context):
                 data = await self._arrivals.message(context)
-                with self._limit:
+                with self._limit.of(caller_of(context)):
                     return await method(decode(data), context)
 
         return call

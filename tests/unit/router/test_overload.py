@@ -95,7 +95,7 @@ class TestContended:
         with pytest.raises(OverloadedError):
             edge.completions(Request(scope, receive)).send(None)
         call = InferenceEdge(full.app.service, CallLimit(1), cast(KeyedCalls, None), WritePauses())._generate(
-            pb.GenerateRequest(prompt="Hi"), lambda name: None, None, None
+            pb.GenerateRequest(prompt="Hi"), lambda name: None, None, None, ""
         )
         with pytest.raises(OverloadedError):
             call.asend(None).send(None)
