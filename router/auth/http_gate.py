@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.auth.access import KEY_HEADER, KEY_HEADER_ROUTES, http_access
 from router.auth.call import Call
 from router.auth.call_gate import CallGate
-from router.auth.principal import AccessLevel
+from router.auth.principal import ANONYMOUS, AccessLevel
 from router.request_ids import trace_id_of
 from tandem.errors import TandemError, Unauthenticated
 
@@ -46,11 +46,10 @@ class HttpGate:
         return guarded
 
     def _begin(self, scope: Scope, path: str, access: AccessLevel) -> Call:
-        client = scope.get("client")
         return self._calls.begin(
             f"{scope['method']} {path}",
             access,
-            "" if client is None else str(client[0]),
+            _source(scope),
             scope.get("request_id", ""),
             trace_id_of(_header(scope, b"traceparent")),
         )
@@ -73,6 +72,17 @@ def call_of(scope: Scope) -> Call | None:
     """None if calls are not watched, and on public routes."""
     found = scope.get(CALL)
     return found if isinstance(found, Call) else None
+
+
+def caller_of(scope: Scope) -> str:
+    """The key of a call; of one without a key the client's address."""
+    call = call_of(scope)
+    return _source(scope) if call is None or call.principal is ANONYMOUS else call.principal.key_id
+
+
+def _source(scope: Scope) -> str:
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
 
 
 def note_error(scope: Scope, error: TandemError) -> dict[str, str]:

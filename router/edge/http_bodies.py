@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from router.auth.http_gate import call_of
+from router.auth.http_gate import call_of, caller_of
 from router.edge.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from router.edge.body_parsing import parse_body
 from router.edge.limits.bodies import EXEMPT_BYTES, BodyBudget
@@ -61,7 +61,7 @@ class HttpBodies:
             with self._service.rejections_of("", OverloadedError):
                 parsed, made = await self._service.threads.parse(_tenant(request), len(body), partial(both, body))
         finally:
-            self._budget.give_back(counted)
+            self._budget.give_back(caller_of(request.scope), counted)
         if (call := call_of(request.scope)) is not None:
             call.name_model(parsed.model)
         if isinstance(made, InputError):
@@ -75,7 +75,7 @@ class HttpBodies:
     async def whole(self, request: Request) -> bytes:
         """The body, for a handler that counts it again. Raises InputError, OverloadedError."""
         body, counted = await self._receive(request)
-        self._budget.give_back(counted)
+        self._budget.give_back(caller_of(request.scope), counted)
         return body
 
     async def _receive(self, request: Request) -> tuple[bytes, int]:
@@ -83,16 +83,16 @@ class HttpBodies:
         if (request.headers.get("content-encoding") or "identity").lower() != "identity":
             raise HTTPException(415)
         body = bytearray()
-        counted = 0
+        caller, counted = caller_of(request.scope), 0
         try:
             async with aclosing(self._chunks(request)) as chunks:
                 async for chunk in chunks:
                     body += chunk
                     if (more := max(0, len(body) - EXEMPT_BYTES) - counted) > 0:
-                        self._budget.take(more)
+                        self._budget.take(caller, more)
                         counted += more
         except BaseException as error:
-            self._budget.give_back(counted)
+            self._budget.give_back(caller, counted)
             if isinstance(error, TandemError):
                 self._service.rejected("", error)
             raise

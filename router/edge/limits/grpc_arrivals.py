@@ -31,14 +31,14 @@ class MessageBudget:
         """Raises OverloadedError."""
         self._slow.enter(caller)
         try:
-            self._bodies.take(self._message_bytes)
+            self._bodies.take(caller, self._message_bytes)
         except OverloadedError:
             self._slow.leave(caller)
             raise
 
     def give_back(self, caller: str) -> None:
         self._slow.leave(caller)
-        self._bodies.give_back(self._message_bytes)
+        self._bodies.give_back(caller, self._message_bytes)
 
 
 @dataclass(eq=False, slots=True)

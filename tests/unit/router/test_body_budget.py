@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from router.edge.limits.bodies import EXEMPT_BYTES, BodyBudget
+from router.edge.limits.bodies import EXEMPT_BYTES, SHARE_OF_ONE, BodyBudget
 from tandem.config.router import RouterSpec
 from tandem.errors import OverloadedError
 from tests.unit.router.conftest import MODEL, Cluster
@@ -54,6 +54,22 @@ async def test_a_body_that_finds_it_spent_is_refused_and_small_ones_need_none(
     await until_held(budget, 0)
 
 
+async def test_bodies_of_one_address_are_refused_before_they_hold_the_budget_of_all(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.app.bodies, "_max_of_one", SENT - EXEMPT_BYTES)
+    _, first = await send_a_part(cluster)
+    await until_held(cluster.app.bodies, SENT - EXEMPT_BYTES)
+    reader, second = await send_a_part(cluster)
+    async with asyncio.timeout(60):
+        answer = await reader.readuntil(b"}}")
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"of one key or address now hold" in answer
+    first.close()
+    second.close()
+    await until_held(cluster.app.bodies, 0)
+
+
 async def test_a_body_that_was_parsed_holds_nothing(cluster: Cluster) -> None:
     cluster.says("well")
     body = json.dumps({"model": MODEL, "prompt": "Hi"}).encode()
@@ -63,10 +79,23 @@ async def test_a_body_that_was_parsed_holds_nothing(cluster: Cluster) -> None:
 
 
 def test_what_was_refused_is_not_counted() -> None:
-    budget = BodyBudget(10)
-    budget.take(8)
+    budget = BodyBudget(10 * SHARE_OF_ONE)
+    budget.take("one", 8)
     with pytest.raises(OverloadedError, match="retry later, or send less"):
-        budget.take(3)
-    budget.take(2)
-    budget.give_back(10)
+        budget.take("one", 3)
+    budget.take("one", 2)
+    budget.give_back("one", 10)
     assert budget.held_bytes == 0
+
+
+def test_what_one_caller_holds_leaves_room_to_others() -> None:
+    budget = BodyBudget(10 * SHARE_OF_ONE)
+    budget.take("one", 10)
+    with pytest.raises(OverloadedError, match="of one key or address now hold"):
+        budget.take("one", 1)
+    for other in range(SHARE_OF_ONE - 1):
+        budget.take(str(other), 10)
+    with pytest.raises(OverloadedError, match="that the router receives now hold"):
+        budget.take("last", 1)
+    budget.give_back("one", 1)
+    budget.take("one", 1)
