@@ -96,7 +96,7 @@ class RouterService:
 
         Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
         """
-        with self._held_images([raw], 1):
+        with self._held_images([raw], 1, terms):
             model, request = await self._parse(raw, terms, model_required, new_request_id())
             self._check_limits([request], terms)
             stream = self.dispatcher.submit(model, request, terms)
@@ -114,7 +114,7 @@ class RouterService:
         """
         with self.rejections_of(raws[0].model):
             check_predictions(raws, len(raws) * choices)
-        with self._held_images(raws, choices):
+        with self._held_images(raws, choices, terms):
             parsed = await self._parse_all(raws, request_id, terms)
             requests = fit_logprobs([request for _, request in parsed], raws, choices)
             parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
@@ -124,13 +124,14 @@ class RouterService:
             return await self._submit_parsed(parsed, choices, request_id, terms)
 
     @contextmanager
-    def _held_images(self, raws: Sequence[RawRequest], choices: int) -> Iterator[None]:
+    def _held_images(self, raws: Sequence[RawRequest], choices: int, terms: RequestTerms | None) -> Iterator[None]:
         """Until they are submitted. Raises InputError, OverloadedError."""
         images = [each for raw in raws for each in _images_of(raw.prompt)]
         with ExitStack() as held:
             if images:
                 with self.rejections_of(raws[0].model, OverloadedError):
-                    held.enter_context(self._images.held(images, choices))
+                    tenant = "" if terms is None else terms.tenant
+                    held.enter_context(self._images.held(tenant, images, choices))
             yield
 
     async def submit_in_parts(
@@ -254,7 +255,7 @@ class RouterService:
         images, tenant = _images_of(prompt), _tenant_of(call)
         if images:
             self._images.check(found.base)
-        with self._images.held(images):
+        with self._images.held(tenant, images):
             tokens = await found.tokenize(prompt, self.threads, tenant, special_tokens=special_tokens)
             if images:
                 salt = self.calls.salts.salt(_authenticated_tenant(call), "")

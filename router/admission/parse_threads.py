@@ -51,6 +51,9 @@ class FairSlots:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def waiting_of(self, tenant: str) -> int:
+        return self._waiting.count(_CLASS, tenant)
+
     def release(self) -> None:
         self.busy -= 1
         self._next()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from tandem.request import check_length
 
 EACH = 2  # requests that this router gives a worker at a time: it reads the images of one after another
 MAX_WAITING = 256  # requests of a model for their turn; further ones are refused
+SHARE_OF_ONE = 2  # one tenant may have half of them, and of the room for images
 QUARANTINE_S = 300.0  # images are refused so long after MAX_DEATHS workers died that read them
 MAX_SUSPECTS = 1024  # remembered
 TIMEOUT_S = 60.0
@@ -68,12 +69,12 @@ class ImageExpander:
         self._dispatcher = dispatcher
         self._fleet = dispatcher.fleet
         self._room_bytes = room_bytes
-        self._parsed_bytes = 0  # of requests on their way to the dispatcher
+        self._parsed_bytes: Counter[str] = Counter()  # by tenant, of requests on their way to the dispatcher
         self._slots: dict[str, FairSlots] = {}  # by model
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()  # by a digest of the images
 
     @contextmanager
-    def held(self, images: Sequence[bytes], choices: int = 1) -> Iterator[None]:
+    def held(self, tenant: str, images: Sequence[bytes], choices: int = 1) -> Iterator[None]:
         """Counts the images of a request until the dispatcher has it, once for each of its choices: each is sent to
         workers of its own. Raises InputError, OverloadedError."""
         check_length(FIELD, len(images), MAX_IMAGES)
@@ -84,17 +85,15 @@ class ImageExpander:
                 f"{size} bytes: send smaller ones, or ask for fewer answers at a time",
                 field=FIELD,
             )
-        if size and self._parsed_bytes + self._submitted_bytes() + size > self._room_bytes:
-            raise OverloadedError(
-                f"{FIELD}: the images of the requests here take {self._room_bytes >> 20} MiB, the most they may: retry "
-                "later",
-                retry_after_s=1.0,
-            )
-        self._parsed_bytes += size
+        if size:
+            self._check_room(tenant, size)
+        self._parsed_bytes[tenant] += size
         try:
             yield
         finally:
-            self._parsed_bytes -= size
+            self._parsed_bytes[tenant] -= size
+            if not self._parsed_bytes[tenant]:
+                del self._parsed_bytes[tenant]
 
     def check(self, model: str) -> None:
         """Raises UnsupportedField for a model that takes no images."""
@@ -133,10 +132,9 @@ class ImageExpander:
         slots, failed = self._slots_of(model), set[WorkerKey]()
         last: TandemError = UnavailableError("there is none")
         if slots.waiting >= MAX_WAITING:
-            raise OverloadedError(
-                f"{FIELD}: the images of {MAX_WAITING} requests wait to be read, the most that may: retry later",
-                retry_after_s=1.0,
-            )
+            raise _full(f"the images of {MAX_WAITING} requests wait to be read")
+        if slots.waiting_of(tenant) >= (most := MAX_WAITING // SHARE_OF_ONE):
+            raise _full(f"the images of {most} requests of one tenant wait to be read")
         while len(failed) < ATTEMPTS:
             await slots.take(tenant, sum(map(len, images)))
             if (worker := self._worker(model, failed)) is None:
@@ -202,9 +200,20 @@ class ImageExpander:
         if len(self._deaths) > MAX_SUSPECTS:
             self._deaths.popitem(last=False)
 
-    def _submitted_bytes(self) -> int:
-        runs = (*self._dispatcher.running(), *self._dispatcher.waiting())
-        return sum(len(image.data) for run in runs for image in run.request.images)
+    def _check_room(self, tenant: str, size: int) -> None:
+        """Raises OverloadedError."""
+        held = Counter(self._parsed_bytes)
+        for run in (*self._dispatcher.running(), *self._dispatcher.waiting()):
+            if run.request.images:
+                held[run.terms.tenant] += sum(len(image.data) for image in run.request.images)
+        if held.total() + size > self._room_bytes:
+            raise _full(f"the images of the requests here take {self._room_bytes >> 20} MiB")
+        if held[tenant] + size > (most := self._room_bytes // SHARE_OF_ONE):
+            raise _full(f"the images of the requests of one tenant here take {most >> 20} MiB")
+
+
+def _full(what: str) -> OverloadedError:
+    return OverloadedError(f"{FIELD}: {what}, which is the most: retry later", retry_after_s=1.0)
 
 
 def _digest(images: Sequence[bytes]) -> bytes:

@@ -21,7 +21,7 @@ from cluster.testing.small_rank import __name__ as SMALL_RANK
 from router.edge.openai.request_schema import ChatCompletionRequest
 from router.requests import image_expansion
 from router.requests.deaths import MAX_DEATHS
-from router.requests.image_expansion import EACH
+from router.requests.image_expansion import EACH, SHARE_OF_ONE
 from router.testing.stub_worker import until
 from tandem.config.model import Role
 from tandem.config.router import Disaggregation, RouterSpec
@@ -248,11 +248,11 @@ async def test_images_of_all_requests_have_a_limit(asking: Any) -> None:
     router = RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, max_body_bytes=1024)
     async with asking(router=router) as asked:
         app = asked.live.app
-        app.service._images._room_bytes = len(CAT)
+        app.service._images._room_bytes = SHARE_OF_ONE * len(CAT)
         assert await asked.text(CAT) == asked.expected(CAT)
         reply = await asked.chat(DOG)
         assert reply.status_code == 429, reply.text
-        assert "messages: the images of the requests here take" in reply.json()["error"]["message"]
+        assert "messages: the images of the requests of one tenant here take" in reply.json()["error"]["message"]
 
 
 async def test_images_count_for_each_choice(asking: Any) -> None:
@@ -306,7 +306,7 @@ async def test_a_deadline_holds_while_images_are_read_and_a_late_answer_is_dropp
             assert late.status_code == 504, late.text
         assert await asked.text(CAT) == asked.expected(CAT)
         await until(lambda: reading(asked) == 0)
-        assert expander._parsed_bytes == 0
+        assert not expander._parsed_bytes
 
 
 async def test_a_client_that_leaves_frees_its_place_before_its_image_is_read(asking: Any) -> None:
@@ -317,7 +317,7 @@ async def test_a_client_that_leaves_frees_its_place_before_its_image_is_read(ask
             await until(lambda: reading(asked) == EACH)
             for each in left:
                 each.cancel()
-            await until(lambda: expander._parsed_bytes == 0)
+            await until(lambda: not expander._parsed_bytes)
         assert await asked.text(CAT) == asked.expected(CAT)
 
 
@@ -340,7 +340,7 @@ async def test_images_that_two_workers_died_of_are_read_by_no_third(asking: Any)
 
 
 async def test_more_images_than_may_wait_for_workers_are_refused(asking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_expansion, "MAX_WAITING", 1)
+    monkeypatch.setattr(image_expansion, "MAX_WAITING", SHARE_OF_ONE)
     async with asking() as asked:
         expander = asked.live.app.service._images
         with nothing_read(asked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from router.requests import image_expansion
+from router.requests.image_expansion import EACH, SHARE_OF_ONE
+from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
-from tandem.errors import RequestFailed, UnavailableError
+from tandem.errors import OverloadedError, RequestFailed, UnavailableError
 from tandem.images import ExpandedPrompt
 from tandem.testing.models import write_tiny_llama
 from tandem.testing.small_engine import SmallEngine
@@ -109,3 +113,39 @@ async def test_a_worker_with_too_many_images_to_read_leaves_them_to_another(clus
     reply = await chat(cluster, keys)
     assert reply.status_code == 503
     assert "no worker has read the images: images: those of others" in reply.json()["error"]["message"]
+
+
+async def test_images_of_one_tenant_leave_room_to_others(cluster: Cluster, keys: Keys) -> None:
+    """Also those of requests on their way through the workers."""
+    cluster.prefill.behaviour.hold_prefills = True
+    expander = cluster.app.service._images
+    expander._room_bytes = SHARE_OF_ONE * len(IMAGE)
+    held = asyncio.create_task(chat(cluster, keys))
+    await until(lambda: len(cluster.prefill.frames("prefill")) == 1)
+    refused = await chat(cluster, keys)
+    assert refused.status_code == 429
+    assert "messages: the images of the requests of one tenant here take" in refused.json()["error"]["message"]
+    with expander.held("rival", [IMAGE]), pytest.raises(OverloadedError, match="the images of the requests here take"):
+        expander.held("third", [IMAGE]).__enter__()
+    assert not expander._parsed_bytes
+    held.cancel()
+    await cluster.settled()
+
+
+async def test_images_of_one_tenant_that_wait_leave_places_to_others(
+    cluster: Cluster, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_expansion, "MAX_WAITING", SHARE_OF_ONE)
+    slots = cluster.app.service._images._slots_of(MODEL)
+    for _ in range(EACH):
+        await slots.take("busy", 1)
+    waiting = [asyncio.create_task(chat(cluster, keys))]
+    await until(lambda: slots.waiting == 1)
+    refused = await chat(cluster, keys)
+    assert refused.status_code == 429
+    assert "the images of 1 requests of one tenant wait to be read" in refused.json()["error"]["message"]
+    waiting.append(asyncio.create_task(chat(cluster, keys, "rival")))
+    await until(lambda: slots.waiting == SHARE_OF_ONE)
+    for _ in range(EACH):
+        slots.release()
+    assert [(await each).status_code for each in waiting] == [200, 200]
