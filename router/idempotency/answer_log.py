@@ -29,15 +29,15 @@ class Head:
 class Memory(Protocol):
     """What all logs may keep together."""
 
-    def take(self, size_bytes: int) -> bool:
+    def take(self, tenant: str, size_bytes: int) -> bool:
         """False, and nothing is taken, if it is too much."""
         ...
 
-    def give_back(self, size_bytes: int) -> None: ...
+    def give_back(self, tenant: str, size_bytes: int) -> None: ...
 
 
 class AnswerLog:
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, tenant: str) -> None:
         self.head: Head | None = None
         self.error: TandemError | None = None  # follows the chunks
         self.ended = False
@@ -45,6 +45,7 @@ class AnswerLog:
         self.is_replayed = False  # another router's run wrote it
         self.kept_bytes = 0
         self._memory = memory
+        self._tenant = tenant
         self._chunks: list[bytes] = []
         self._forgotten = 0  # chunks before `_chunks[0]`
         self._readers: set[LogReader] = set()
@@ -63,7 +64,7 @@ class AnswerLog:
         size_bytes = len(chunk) + CHUNK_BYTES
         self._chunks.append(chunk)
         if self.is_kept:
-            if self.kept_bytes + size_bytes <= MAX_KEPT_BYTES and self._memory.take(size_bytes):
+            if self.kept_bytes + size_bytes <= MAX_KEPT_BYTES and self._memory.take(self._tenant, size_bytes):
                 self.kept_bytes += size_bytes
             else:
                 self.forget()
@@ -75,7 +76,7 @@ class AnswerLog:
 
     def forget(self) -> None:
         """Keeps the log no longer; its readers still get all of it."""
-        self._memory.give_back(self.kept_bytes)
+        self._memory.give_back(self._tenant, self.kept_bytes)
         self.is_kept, self.kept_bytes = False, 0
         self._trim()
 

@@ -32,7 +32,9 @@ def keyed_request(
     if not _KEY.fullmatch(key):
         raise InputError(f"{HEADER}: expected 1 to 255 printable ASCII characters, got {key[:40]!r}", field=HEADER)
     wait_s = min(MAX_WAIT_S, timeout_s(header(TIMEOUT)) or MAX_WAIT_S)
-    return KeyedRequest(_digest(cluster, *_caller(call), header(TENANT) or "", key), _digest(method, body), wait_s, api)
+    claimed = header(TENANT) or ""
+    identity = _digest(cluster, *_caller(call), claimed, key)
+    return KeyedRequest(identity, _digest(method, body), wait_s, api, claimed if call is None else call.tenant)
 
 
 def _caller(call: Call | None) -> tuple[str, tuple[str, ...] | None]:

@@ -1,15 +1,15 @@
 """The answers of one router by idempotency key, under way and done, and the tasks that write them.
 
 A request with a key runs in a task of its own. While clients read, it runs; when the last one is gone it goes on for
-`grace_s`, so that a repeat finds it. A done answer stays for `keep_s`, or until others need its memory. A failure after
-which a retry may succeed is not kept: the key is free again.
+`grace_s`, so that a repeat finds it. A done answer stays for `keep_s`, or until others need its memory: then the tenant
+that holds most gives up its least recently used one. A failure after which a retry may succeed is not kept: the key is
+free again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from router.idempotency.answer_log import AnswerLog, LogReader
 from router.idempotency.keyed_metrics import Api, Outcome
+from router.idempotency.tenant_shares import TenantShares
 from tandem.config.router import IdempotencySpec
 from tandem.errors import (
     AnswerNotKept,
@@ -46,12 +47,13 @@ OnEnd = Callable[[TandemError | None], None]
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
     """`identity`: of the tenant and its key. `fingerprint`: of what is asked. `wait_s`: how long it may wait for an
-    answer of another router."""
+    answer of another router. `tenant`: whose share of the memory the answer takes."""
 
     identity: bytes
     fingerprint: bytes
     wait_s: float
     api: Api = Api.HTTP
+    tenant: str = ""
 
 
 class Routers(Protocol):
@@ -96,11 +98,14 @@ class KeyedAnswers:
         self._others = others
         self._count = count
         self._entries: dict[bytes, _Entry] = {}
-        self._done: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
-        self._kept: OrderedDict[bytes, _Entry] = OrderedDict()  # those of them whose logs hold memory
+        self._keys: TenantShares[_Entry] = TenantShares()  # how many; those of done requests can be given up
+        self._memory: TenantShares[_Entry] = TenantShares()  # in bytes; done answers can be given up
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.kept_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._memory.total
 
     def read(self, request: KeyedRequest, produce: Produce, on_end: OnEnd = lambda raised: None) -> LogReader:
         """A reader of the answer under way or done, else of the one that `produce` writes now. Only then it calls
@@ -118,9 +123,9 @@ class KeyedAnswers:
         elif not entry.log.is_kept:
             self._count(request.api, Outcome.NOT_KEPT)
             raise not_kept()
-        elif request.identity in self._done:
-            self._done.move_to_end(request.identity)
-            self._kept.move_to_end(request.identity)
+        elif entry.log.ended:
+            self._keys.use(entry.request.tenant, request.identity)
+            self._memory.use(entry.request.tenant, request.identity)
         elif entry.timer is not None:
             entry.timer.cancel()
         if is_repeat:
@@ -141,8 +146,8 @@ class KeyedAnswers:
             if entry.timer is not None:
                 entry.timer.cancel()
         self._entries.clear()
-        self._done.clear()
-        self._kept.clear()
+        self._keys.clear()
+        self._memory.clear()
         if self._others is not None:
             await self._others.close()
 
@@ -150,11 +155,12 @@ class KeyedAnswers:
         if self._is_closed:
             raise _stopped()
         if len(self._entries) >= MAX_KEYS:
-            if not self._done:
-                text = f"{HEADER}: expected at most {MAX_KEYS} requests with a key under way; retry later"
+            if (given_up := self._keys.give_up(request.tenant)) is None:
+                text = f"{HEADER}: expected at most {MAX_KEYS} keys, and requests under way have too many; retry later"
                 raise OverloadedError(text, field=HEADER, retry_after_s=1.0)
-            self._remove(next(iter(self._done.values())))
-        entry = self._entries[request.identity] = _Entry(request, AnswerLog(self), on_end)
+            self._remove(given_up)
+        entry = self._entries[request.identity] = _Entry(request, AnswerLog(self, request.tenant), on_end)
+        self._keys.take(request.tenant, 1)
         entry.task = asyncio.create_task(self._run(entry, produce), name="keyed-request")
         self._tasks.add(entry.task)
         entry.task.add_done_callback(self._tasks.discard)
@@ -192,7 +198,7 @@ class KeyedAnswers:
         self._ended(entry, is_kept=failure is None or is_final(failure))
 
     def _ended(self, entry: _Entry, *, is_kept: bool) -> None:
-        identity = entry.request.identity
+        identity, tenant = entry.request.identity, entry.request.tenant
         if self._entries.get(identity) is not entry:
             return  # it was abandoned
         if not is_kept:
@@ -200,9 +206,9 @@ class KeyedAnswers:
             return
         if entry.timer is not None:
             entry.timer.cancel()
-        self._done[identity] = entry
+        self._keys.offer(tenant, identity, entry)
         if entry.log.is_kept:
-            self._kept[identity] = entry
+            self._memory.offer(tenant, identity, entry)
         entry.timer = asyncio.get_running_loop().call_later(self._spec.keep_s, self._remove, entry)
 
     def _left(self, entry: _Entry) -> None:
@@ -218,26 +224,27 @@ class KeyedAnswers:
     def _remove(self, entry: _Entry) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
-        identity = entry.request.identity
+        identity, tenant = entry.request.identity, entry.request.tenant
         if self._entries.get(identity) is entry:
             del self._entries[identity]
-            self._done.pop(identity, None)
-            self._kept.pop(identity, None)
+            self._keys.give_back(tenant, 1)
+            self._keys.withdraw(tenant, identity)
+            self._memory.withdraw(tenant, identity)
             entry.log.forget()
 
     # ---- the logs' Memory
 
-    def take(self, size_bytes: int) -> bool:
-        """If others need to be forgotten, forgets those least recently used, but not their keys."""
+    def take(self, tenant: str, size_bytes: int) -> bool:
+        """If others need to be forgotten, forgets their answers, but not their keys."""
         while self.kept_bytes + size_bytes > MAX_TOTAL_BYTES:
-            if not self._kept:
+            if (given_up := self._memory.give_up(tenant)) is None:
                 return False
-            self._kept.popitem(last=False)[1].log.forget()
-        self.kept_bytes += size_bytes
+            given_up.log.forget()
+        self._memory.take(tenant, size_bytes)
         return True
 
-    def give_back(self, size_bytes: int) -> None:
-        self.kept_bytes -= size_bytes
+    def give_back(self, tenant: str, size_bytes: int) -> None:
+        self._memory.give_back(tenant, size_bytes)
 
 
 def _outcome(log: AnswerLog, raised: TandemError | None) -> Outcome | None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
 from router.idempotency import answer_log, keyed_answers
+from router.idempotency.tenant_shares import TenantShares
 from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
 from tandem.config.router import Disaggregation, IdempotencySpec, RouterSpec
@@ -279,6 +280,33 @@ class TestMemory:
             await post(cluster, idempotency_key=key)
         assert (await post(cluster, idempotency_key="b")).headers[REPLAYED] == "true"
         assert REPLAYED not in (await post(cluster, idempotency_key="a")).headers
+
+    async def test_the_tenant_that_holds_most_makes_room(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def ask(tenant: str, key: str) -> httpx.Response:
+            return await post(cluster, idempotency_key=key, x_tandem_tenant=tenant)
+
+        await ask("quiet", "a")
+        size_bytes = keyed(cluster).kept_bytes
+        monkeypatch.setattr(keyed_answers, "MAX_TOTAL_BYTES", 3 * size_bytes + size_bytes // 2)
+        for key in ("a", "b", "c", "d"):
+            await ask("loud", key)
+        assert [(await ask("loud", key)).status_code for key in ("a", "b", "c", "d")] == [409, 409, 200, 200]
+        assert (await ask("quiet", "a")).headers[REPLAYED] == "true"
+        monkeypatch.setattr(keyed_answers, "MAX_KEYS", 5)
+        await ask("loud", "e")
+        assert [REPLAYED in (await ask(*given)).headers for given in (("quiet", "a"), ("loud", "a"))] == [True, False]
+
+    def test_a_tenant_displaces_none_that_holds_less(self) -> None:
+        shares: TenantShares[str] = TenantShares()
+        shares.take("loud", 3)
+        shares.take("quiet", 2)
+        shares.offer("quiet", b"k", "an answer")
+        assert shares.give_up("loud") is None
+        shares.give_back("loud", 2)
+        assert shares.give_up("loud") == "an answer"
+        assert (shares.give_up("loud"), shares.total) == (None, 3)
 
     @pytest.mark.parametrize("grace_s", [0.3])
     async def test_keys_of_running_requests_are_not_forgotten(
