@@ -78,14 +78,14 @@ class RouterService:
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
     ) -> RequestTerms:
-        """Parses the terms of a request, and counts it against its key's limit. Call on arrival: deadlines count from
-        here.
+        """Parses the terms of a request, and counts it against its key's limit if `take_keyed_request` has not. Call on
+        arrival: deadlines count from here.
 
         Raises as TermsParser.parse does, and RateLimited.
         """
         with self.rejections_of("", TandemError):
             terms = self._terms.parse(header, remaining_s, call)
-            if call is not None:
+            if call is not None and not call.is_counted:
                 call.take_request()
             return terms
 
@@ -273,6 +273,14 @@ class RouterService:
         """Counts a call that submits no request against its key's limit. Call on arrival. Raises RateLimited."""
         if call is not None:
             call.take_request()
+
+    def take_keyed_request(self, call: Call | None) -> None:
+        """Counts a call with an idempotency key, also a repeat, against its key's limit. Call on arrival. Raises
+        RateLimited."""
+        if call is not None:
+            with self.rejections_of("", RateLimited):
+                call.take_request()
+            call.is_counted = True
 
     def _bill_tokens(self, name: str, tokens: int, call: Call | None) -> ServingModel:
         """The model of a call that submits no request. Raises ModelNotFound, RateLimited."""

@@ -33,6 +33,7 @@ class Call:
     completion_tokens: int = 0
     spent_tokens: int = 0  # of them, counted against the limits of the key
     is_unlogged: bool = False  # it was refused because the audit log had no room for it
+    is_counted: bool = False  # against the limit of its key, before the terms of its request are parsed
     is_detached: bool = False  # what it runs outlives the client's connection, and finishes it
 
     def name_model(self, model: str) -> None:

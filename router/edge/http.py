@@ -287,7 +287,7 @@ class HttpEdge:
         async def answer(request: Request) -> Response:
             if HEADER not in request.headers:
                 return await handler(request)
-            return await answer_once(request, await self._bodies.whole(request), handler, self._keyed, self._service)
+            return await answer_once(request, self._bodies.whole, handler, self._keyed, self._service)
 
         return answer
 

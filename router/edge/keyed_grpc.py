@@ -35,13 +35,15 @@ class KeyedCalls:
         self, method: str, kind: type[Answer], request: Message, context: Any, run: Run[Answer]
     ) -> AsyncGenerator[Answer, None]:
         """The messages of `run`; if the call has a key, of the first call with this key. Then `run` must not use the
-        context, because it may outlast the call. Raises as `run`, and as `keyed_request` and `KeyedAnswers.read`."""
+        context, because it may outlast the call. Raises as `run`, and as `RouterService.take_keyed_request`,
+        `keyed_request` and `KeyedAnswers.read`."""
         return self._answer(method, kind, request, context, run) if has_key(context) else run()
 
     async def _answer(
         self, method: str, kind: type[Answer], request: Message, context: Any, run: Run[Answer]
     ) -> AsyncGenerator[Answer, None]:
         service, call = self._service, call_of(context)
+        service.take_keyed_request(call)
         asked = keyed_request(
             service.cluster,
             header_of(context),
@@ -69,8 +71,6 @@ class KeyedCalls:
                 call.is_detached = True
             chunks = [] if reader.is_repeat else await reader.next()
             if reader.is_repeat or reader.log.is_replayed:
-                if call is not None:
-                    call.take_request()
                 context.set_trailing_metadata(((REPLAYED, "true"),))
             while chunks or (chunks := await reader.next()):
                 for chunk in chunks:

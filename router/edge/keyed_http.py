@@ -24,14 +24,17 @@ from tandem.errors import RequestCancelled, TandemError
 REPLAYED = "idempotency-replayed"  # a header, and in the scope of a request whose answer has it
 
 Handler = Callable[[Request], Awaitable[Response]]
+ReceiveBody = Callable[[Request], Awaitable[bytes]]
 
 
 async def answer_once(
-    request: Request, body: bytes, handler: Handler, answers: KeyedAnswers, service: RouterService
+    request: Request, receive: ReceiveBody, handler: Handler, answers: KeyedAnswers, service: RouterService
 ) -> Response:
-    """The answer of `handler` to this request, or to the first one with its key. Raises as `handler`, and as
-    `keyed_request` and `KeyedAnswers.read`."""
+    """The answer of `handler` to this request, or to the first one with its key. Raises as `receive` and `handler`,
+    and as `RouterService.take_keyed_request`, `keyed_request` and `KeyedAnswers.read`."""
     call = call_of(request.scope)
+    service.take_keyed_request(call)
+    body = await receive(request)
     method = f"{request.method} {request.url.path}"
     asked = keyed_request(service.cluster, request.headers.get, call, method, body, Api.HTTP)
 
@@ -52,13 +55,9 @@ async def answer_once(
     try:
         if reader.is_repeat:
             request.scope[REPLAYED] = True
-            if call is not None:
-                call.take_request()
         elif call is not None:
             call.is_detached = True
         first = await reader.next()
-        if reader.log.is_replayed and call is not None and not reader.is_repeat:
-            call.take_request()
         handed_over = True
         return _LogResponse(reader, first)
     finally:

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from router.testing.stub_worker import until
-from tandem.config.auth import AuthSpec
+from tandem.config.auth import AuthSpec, LimitsSpec
 from tandem.config.router import Disaggregation, IdempotencySpec, RouterSpec
-from tandem.errors import IdempotencyKeyReused, InputError, NoWorker, TandemError, UnavailableError
+from tandem.errors import IdempotencyKeyReused, InputError, NoWorker, RateLimited, TandemError, UnavailableError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.rpc.grpc_errors import error_from_rpc
@@ -226,6 +226,19 @@ class TestCallers:
     async def test_a_key_of_another_tenant_is_another_key(self, cluster: Cluster, keys: Keys) -> None:
         for tenant, is_replayed in (("acme", False), ("other", False), ("acme", True)):
             assert (await generate(cluster, REQUEST, "k", *keys.metadata(tenant)))[1] == is_replayed
+
+    async def test_a_request_counts_once_and_each_repeat_once_also_one_that_is_refused(
+        self, cluster: Cluster, keys: Keys
+    ) -> None:
+        keys.add("few", limits=LimitsSpec(requests_per_minute=3))
+        metadata = keys.metadata("few")
+        async with asyncio.timeout(60):
+            while (await cluster.http.get("/v1/models", headers=dict(metadata))).status_code == 401:
+                await asyncio.sleep(0.01)
+        await generate(cluster, REQUEST, "k", *metadata)
+        other = pb.GenerateRequest(prompt="Ho")
+        errors = [await failure(generate(cluster, other, "k", *metadata)) for _ in range(3)]
+        assert [type(error) for error in errors] == [IdempotencyKeyReused, IdempotencyKeyReused, RateLimited]
 
     async def test_the_audit_log_tells_the_end_of_a_request_whose_client_left(
         self, cluster: Cluster, keys: Keys, tmp_path: Path

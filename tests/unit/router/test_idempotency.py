@@ -15,7 +15,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault
 from router.idempotency import answer_log, keyed_answers
 from router.idempotency.tenant_shares import TenantShares
 from router.testing.stub_worker import until
-from tandem.config.auth import AuthSpec
+from tandem.config.auth import AuthSpec, LimitsSpec
 from tandem.config.router import Disaggregation, IdempotencySpec, RouterSpec
 from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
@@ -348,6 +348,18 @@ class TestCallers:
             answer = await post(cluster, **keys.bearer(tenant))
             assert (answer.status_code, answer.headers.get(REPLAYED)) == (200, replayed)
 
+    @pytest.mark.parametrize("body", [BODY, BODY | {"prompt": "Ho"}], ids=["replayed", "refused"])
+    async def test_a_request_counts_once_and_each_repeat_once(
+        self, cluster: Cluster, keys: Keys, body: dict[str, Any]
+    ) -> None:
+        keys.add("few", limits=LimitsSpec(requests_per_minute=3))
+        await until_known(cluster, keys, "few")
+        assert (await post(cluster, **keys.bearer("few"))).status_code == 200
+        repeats = [await post(cluster, body, **keys.bearer("few")) for _ in range(3)]
+        assert [answer.status_code for answer in repeats] == [*[200 if body is BODY else 422] * 2, 429]
+        assert repeats[-1].json()["error"]["code"] == "rate_limit_exceeded"
+        assert REPLAYED not in repeats[-1].headers
+
     async def test_the_audit_log_tells_the_end_of_a_request_whose_client_left(
         self, cluster: Cluster, keys: Keys, tmp_path: Path
     ) -> None:
@@ -363,6 +375,12 @@ class TestCallers:
         ran, repeated = (json.loads(line) for line in audit.read_text().splitlines())
         assert (ran["outcome"], ran["completion_tokens"]) == ("finished", repeat.json()["usage"]["completion_tokens"])
         assert (repeated["outcome"], repeated["completion_tokens"]) == ("ok", 0)
+
+
+async def until_known(cluster: Cluster, keys: Keys, tenant: str) -> None:
+    async with asyncio.timeout(60):
+        while (await cluster.http.get("/v1/models", headers=keys.bearer(tenant))).status_code == 401:
+            await asyncio.sleep(0.01)
 
 
 def attached(cluster: Cluster) -> float:

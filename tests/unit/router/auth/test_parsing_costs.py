@@ -77,12 +77,16 @@ async def test_tokenize_is_billed_before_it_costs(
     assert isinstance(error_from_rpc(told.value), RateLimited)
 
 
-async def test_the_request_is_counted_before_its_body_is_read(cluster: Cluster, keys: Keys) -> None:
+@pytest.mark.parametrize("more", [{}, {"idempotency-key": "k"}], ids=["plain", "keyed"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_the_request_is_counted_before_its_body_is_read(
+    cluster: Cluster, keys: Keys, path: str, more: dict[str, str]
+) -> None:
     keys.add("few", limits=LimitsSpec(requests_per_minute=1))
-    headers = keys.bearer("few")
+    headers = keys.bearer("few") | more
 
     async def asked() -> int:
-        return (await cluster.http.post("/tokenize", content=b"{", headers=headers)).status_code
+        return (await cluster.http.post(path, content=b"{", headers=headers)).status_code
 
     async with asyncio.timeout(60):
         while (status := await asked()) == 401:  # until the key is loaded
