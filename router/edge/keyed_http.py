@@ -34,21 +34,7 @@ async def answer_once(
     and as `RouterService.take_keyed_request`, `keyed_request` and `KeyedAnswers.read`."""
     call = call_of(request.scope)
     service.take_keyed_request(call)
-    body = await receive(request)
-    method = f"{request.method} {request.url.path}"
-    asked = keyed_request(service.cluster, request.headers.get, call, method, body, Api.HTTP)
-
-    async def produce(log: AnswerLog) -> TandemError | None:
-        return await _run(request, body, handler, log)
-
-    def on_end(raised: TandemError | None) -> None:
-        """Ends the call of the first client with its run."""
-        if raised is not None:
-            note_error(request.scope, raised)
-        if call is not None:
-            service.calls.finish(call)
-
-    reader = answers.read(asked, produce, on_end)
+    reader = _reader(request, await receive(request), handler, answers, service)
     connection: Connection = request.scope[SCOPE_KEY]
     connection.when_lost(reader.lost)
     handed_over = False
@@ -66,6 +52,27 @@ async def answer_once(
         if not handed_over:
             reader.close()
             connection.when_lost(None)
+
+
+def _reader(
+    request: Request, body: bytes, handler: Handler, answers: KeyedAnswers, service: RouterService
+) -> LogReader:
+    """Only a run holds the body: repeats, which may wait for long, have given theirs back to the budget."""
+    call = call_of(request.scope)
+    method = f"{request.method} {request.url.path}"
+    asked = keyed_request(service.cluster, request.headers.get, call, method, body, Api.HTTP)
+
+    async def produce(log: AnswerLog) -> TandemError | None:
+        return await _run(request, body, handler, log)
+
+    def on_end(raised: TandemError | None) -> None:
+        """Ends the call of the first client with its run."""
+        if raised is not None:
+            note_error(request.scope, raised)
+        if call is not None:
+            service.calls.finish(call)
+
+    return answers.read(asked, produce, on_end)
 
 
 async def _run(request: Request, body: bytes, handler: Handler, log: AnswerLog) -> TandemError | None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvtransfer.causes import HandoffCause, HandoffFault
+from router.edge.keyed_http import answer_once
+from router.edge.limits.http import SCOPE_KEY
 from router.idempotency import answer_log, keyed_answers
 from router.idempotency.tenant_shares import TenantShares
 from router.testing.stub_worker import until
@@ -404,6 +410,33 @@ async def test_a_kept_failure_keeps_nothing_of_its_request(cluster: Cluster) -> 
     assert error is not None
     assert (error.__context__, error.__cause__, error.__traceback__) == (None, None, None)
     assert entry.on_end.__closure__ is None
+
+
+async def test_a_repeat_holds_no_body_while_it_waits(cluster: Cluster) -> None:
+    release = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        await release.wait()
+        return Response(b"done")
+
+    def ask(body: bytes) -> asyncio.Task[Response]:
+        bodies = [body]
+
+        async def receive(request: Request) -> bytes:
+            return bodies.pop()
+
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": [(b"idempotency-key", b"k")]}
+        scope[SCOPE_KEY] = SimpleNamespace(when_lost=lambda call: None)
+        return asyncio.create_task(answer_once(Request(scope), receive, handler, keyed(cluster), cluster.app.service))
+
+    first, body = ask(bytes(100_000)), bytes(100_000)
+    await until(lambda: bool(keyed(cluster)._entries))
+    references = sys.getrefcount(body)
+    repeat = ask(body)
+    await until(lambda: attached(cluster) == 1)
+    assert sys.getrefcount(body) == references
+    release.set()
+    await asyncio.gather(first, repeat)
 
 
 def test_every_error_of_a_request_can_be_told_to_several_clients() -> None:
