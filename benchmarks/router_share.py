@@ -137,7 +137,7 @@ async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
 
-        calls = asyncio.Semaphore(MAX_GENERATE_CALLS // CALLS_OF_ONE)  # a poor policy would have more
+        calls = asyncio.Semaphore(int(MAX_GENERATE_CALLS * CALLS_OF_ONE))  # a poor policy would have more
 
         async def ask(tokens: Sequence[int]) -> float:
             sampling = inference_pb2.SamplingParams(max_tokens=2, ignore_eos=True)

@@ -40,7 +40,7 @@ MAX_CALLS = 512
 MAX_STREAMS = 256  # that take several messages, mostly idle; each may hold one that is unfinished
 MAX_PUBLIC_STREAMS = 256  # health watches and reflection
 SHARE_OF_ONE = 4  # one key, or one address without keys, may hold a quarter of either kind of stream
-CALLS_OF_ONE = 2  # and half of the calls, of those that generate too
+CALLS_OF_ONE = 0.75  # and that share of the calls, of those that generate too: a gateway may be all that calls
 MAX_PUBLIC_WAITS = 64
 PUBLIC_MESSAGE_S = 1.0  # a probe sends its few bytes with its headers
 MAX_OPEN_CALLS = 8192  # a finished call counts until its client has read the end
@@ -105,11 +105,11 @@ class GrpcServer:
         def guard(max_calls: int, gate: CallGate | None = None, **limits: Any) -> grpc.aio.Server:
             return cast(grpc.aio.Server, GuardedServer(self._server, max_calls, client_timeout_s, gate, **limits))
 
-        limit = CallLimit(MAX_GENERATE_CALLS, MAX_GENERATE_CALLS // CALLS_OF_ONE)
+        limit = CallLimit(MAX_GENERATE_CALLS, int(MAX_GENERATE_CALLS * CALLS_OF_ONE))
         guarded = guard(
             MAX_CALLS,
             service.calls,
-            max_of_one=MAX_CALLS // CALLS_OF_ONE,
+            max_of_one=int(MAX_CALLS * CALLS_OF_ONE),
             arrivals=Arrivals(MAX_CALLS, client_timeout_s, setting="router.client_timeout_s", budget=budget),
             streams=_streams(MAX_STREAMS),
         )

@@ -19,13 +19,13 @@ from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
 
 STREAMS_OF_ONE = 4
-ANSWERS_OF_ONE = 2
+ANSWERS_OF_ONE = 3
 
 
 @pytest.fixture
 def spec(monkeypatch: pytest.MonkeyPatch) -> RouterSpec:
     monkeypatch.setattr(edge, "MAX_STREAMS", STREAMS_OF_ONE * edge.SHARE_OF_ONE)
-    monkeypatch.setattr(edge, "MAX_GENERATE_CALLS", ANSWERS_OF_ONE * edge.CALLS_OF_ONE)
+    monkeypatch.setattr(edge, "MAX_GENERATE_CALLS", round(ANSWERS_OF_ONE / edge.CALLS_OF_ONE))
     return RouterSpec(http_port=0, grpc_port=0)
 
 
