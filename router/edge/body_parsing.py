@@ -7,8 +7,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from router.edge.limits.json import check_body
 from router.edge.openai.field_errors import field_error
+from router.texts.json_limits import check_body
 from tandem.errors import InputError
 from tandem.request import MAX_LOGIT_BIAS
 

@@ -19,6 +19,7 @@ from router.requests.output import Final, OutToken, TextPiece
 from router.requests.raw_request import MAX_CACHE_SALT_CHARS, PREDICTION, Prompt, RawRequest, RawSampling
 from router.service import RouterService
 from router.texts.chat import Chat
+from router.texts.json_limits import check_texts
 from tandem.config.model import Role
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema_text, regex
@@ -193,11 +194,11 @@ def _constraint(given: pb.Constraint) -> Constraint | None:
 
 def _structural_tag(given: pb.StructuralTag, field: str) -> Constraint:
     check_length(f"{field}.structures", len(given.structures), MAX_STRUCTURES)
+    schemas = [(f"{field}.structures.{at}.schema", each.schema) for at, each in enumerate(given.structures)]
+    check_texts(schemas)
     structures = [
-        Structure(
-            each.begin, parsed_json(each.schema or '{"type": "object"}', f"{field}.structures.{at}.schema"), each.end
-        )
-        for at, each in enumerate(given.structures)
+        Structure(each.begin, parsed_json(text or '{"type": "object"}', where), each.end)
+        for each, (where, text) in zip(given.structures, schemas, strict=True)
     ]
     return structural_tag(structures, given.triggers, field)
 

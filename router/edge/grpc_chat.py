@@ -25,6 +25,7 @@ from router.texts.chat import (
     tool_result,
 )
 from router.texts.image_files import checked_image
+from router.texts.json_limits import check_texts
 from tandem.errors import InputError
 from tandem.request import check_length
 from tandem.v1 import inference_pb2 as pb
@@ -37,6 +38,7 @@ def chat_of(chat: pb.ChatMessages) -> Chat:
     """Raises InputError."""
     check_length("chat", len(chat.messages), MAX_MESSAGES)
     check_length("tools", len(chat.tools), MAX_TOOLS)
+    check_texts(_json_texts(chat))
     calls: set[str] = set()
     messages = tuple(_message(each, calls, f"chat.messages.{index}") for index, each in enumerate(chat.messages))
     effort = chat.reasoning_effort or None
@@ -45,6 +47,17 @@ def chat_of(chat: pb.ChatMessages) -> Chat:
             f"reasoning_effort: expected one of {', '.join(EFFORTS)}, got {effort[:40]!r}", field="reasoning_effort"
         )
     return Chat(messages, _use(chat), _settings(chat.template_settings), effort, settings_field="template_settings")
+
+
+def _json_texts(chat: pb.ChatMessages) -> list[tuple[str, str]]:
+    """Each after its field."""
+    calls = (
+        (f"chat.messages.{index}.tool_calls.{number}.arguments", call.arguments)
+        for index, message in enumerate(chat.messages)
+        for number, call in enumerate(message.tool_calls)
+    )
+    tools = ((f"tools.{number}.parameters", tool.parameters) for number, tool in enumerate(chat.tools))
+    return [*calls, *tools, ("template_settings", chat.template_settings)]
 
 
 def _message(given: pb.ChatMessage, calls: set[str], where: str) -> Message:

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from router.edge.body_parsing import parse_fields
-from router.edge.limits.json import check_body
 from router.edge.openai.request_schema import CompletionRequest
 from router.edge.strict_model import unsupported
 from router.requests.raw_request import RawRequest
+from router.texts.json_limits import check_texts
 from tandem.errors import InputError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.request import check_length
@@ -120,7 +120,7 @@ def _parameters(given: Mapping[str, oip.InferParameter]) -> dict[str, object]:
 
 
 def _json_object(text: str) -> dict[str, object]:
-    check_body(text.encode())
+    check_texts([("sampling_parameters", text)])
     try:
         return msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:

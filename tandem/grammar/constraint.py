@@ -67,6 +67,7 @@ def any_schema(schema: object, field: str) -> Constraint:
 
 def json_schema_text(text: str, field: str) -> Constraint:
     """As `json_schema`, of JSON text."""
+    _check_size(len(text.encode()), field)  # before it is parsed
     try:
         schema = json.loads(text)
         json.dumps(schema, ensure_ascii=False).encode()  # an escape may be half a character
@@ -83,6 +84,7 @@ def json_object(field: str) -> Constraint:
 
 def regex(pattern: str, field: str) -> Constraint:
     """`\\d` and `\\w` are ASCII, as in JSON Schema."""
+    _check_size(len(pattern.encode()), field)  # before it is converted
     written = llguidance.regex_to_lark(pattern, "dw")
     if pattern and not written:
         raise InputError(f"{field}: expected a regular expression, got {pattern[:20]!r}", field=field)

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.edge.openai.tool_fields import EarlierCalls
+from router.edge.openai.tool_fields import EarlierCalls, EarlierToolCall
 from router.edge.strict_model import Items, StrictModel, at_most, type_of, unsupported
 from router.texts.chat import MAX_MESSAGES, Message, Part, tool_result
 from router.texts.image_files import image_of_url
+from router.texts.json_limits import check_texts
 from tandem.errors import InputError
 
 
@@ -98,6 +99,14 @@ class ChatMessage(StrictModel):
 
 def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """Raises InputError, UnsupportedField."""
+    check_texts(
+        [
+            (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
+            for index, message in enumerate(messages)
+            for number, call in enumerate(message.tool_calls or ())
+            if isinstance(call, EarlierToolCall)
+        ]
+    )
     calls: set[str] = set()
     return tuple(message.parse(index, calls) for index, message in enumerate(messages))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Json, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Json, Tag
 
 from router.edge.strict_model import Items, StrictModel, type_of, unsupported
+from router.texts.json_limits import check_texts
 from tandem.errors import InputError
 from tandem.grammar.constraint import Constraint, choice, grammar, json_object, json_schema, json_schema_text, regex
 from tandem.grammar.structural_tag import MAX_STRUCTURES, Structure, structural_tag
@@ -70,6 +71,12 @@ AnyFormat = Annotated[
 ]
 
 
+def _within_limits(text: object) -> object:
+    if isinstance(text, str):
+        check_texts([("structured_outputs.structural_tag", text)])
+    return text
+
+
 class StructuredOutputs(StrictModel):
     """As in vLLM: exactly one of its fields."""
 
@@ -78,7 +85,7 @@ class StructuredOutputs(StrictModel):
     choice: Items[str] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: Json[StructuralTag] | None = Field(
+    structural_tag: Annotated[Json[StructuralTag], BeforeValidator(_within_limits)] | None = Field(
         None, description="The text of a `response_format` of this type."
     )
 

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from router.edge.strict_model import Items, StrictModel, type_of, unsupported
 from router.texts.chat import Message, Part, custom_call, tool_call, tool_result
 from router.texts.image_files import image_of_url
+from router.texts.json_limits import check_texts
 from tandem.errors import InputError
 
 
@@ -103,6 +104,8 @@ def _message(role: str, content: str | Sequence[TextContent | ImageContent] | No
 
 def parse_items(items: Sequence[InputItem]) -> list[Message]:
     """Reasoning and calls join the assistant's message that they stand at. Raises InputError, UnsupportedField."""
+    given = ((f"input.{index}.arguments", item) for index, item in enumerate(items))
+    check_texts([(field, item.arguments or "") for field, item in given if item.type == "function_call"])
     messages: list[Message] = []
     calls: set[str] = set()
     thoughts: list[str] = []  # of reasoning that no message has yet

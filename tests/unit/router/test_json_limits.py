@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.limits.json import JsonLimits, check_body
+from router.edge.body_parsing import parse_body
+from router.edge.grpc import _constraint
+from router.edge.grpc_chat import chat_of
+from router.edge.openai.request_schema import ChatCompletionRequest
+from router.edge.openai.responses_schema import ResponsesRequest
+from router.edge.openai.tokenize import TokenizeRequest
+from router.texts.json_limits import JsonLimits, check_body, check_texts
 from tandem.errors import InputError
+from tandem.grammar.constraint import json_schema_text, regex
+from tandem.v1 import inference_pb2 as pb
 
 STRETCH = 64 << 10
 
@@ -70,3 +78,62 @@ def test_a_body_passes_at_its_own_counts_and_not_below(value: Any, ascii_only: b
     if strings:
         with pytest.raises(InputError):
             check_body(padded, JsonLimits(containers=containers, strings=strings - 1))
+
+
+def test_texts_of_one_request_count_together() -> None:
+    texts = [("first", "[[],[]]"), ("second", '["[[[["]'), ("third", "[[]]")]
+    check_texts(texts, JsonLimits(containers=6))
+    with pytest.raises(InputError, match="third: expected at most 5 objects and lists") as refused:
+        check_texts(texts, JsonLimits(containers=5))
+    assert refused.value.field == "third"
+
+
+MANY = json.dumps({"a": [[]] * 20_000})  # two of them exceed a limit
+ARGUMENTS = [{"id": str(each), "type": "function", "function": {"name": "f", "arguments": MANY}} for each in range(2)]
+CHAT = {"messages": [{"role": "assistant", "tool_calls": ARGUMENTS}]}
+ITEMS = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": MANY}] * 2
+TAG = {"type": "structural_tag", "structures": [{"begin": "<", "schema": {"enum": [[]] * 40_000}, "end": ">"}]}
+OUTPUTS = {"structured_outputs": {"structural_tag": json.dumps(TAG)}}
+HTTP: list[tuple[Any, dict[str, Any], str]] = [
+    (ChatCompletionRequest, {"model": "m", **CHAT}, "messages.0.tool_calls.1.function.arguments"),
+    (TokenizeRequest, CHAT, "messages.0.tool_calls.1.function.arguments"),
+    (ResponsesRequest, {"model": "m", "input": ITEMS}, "input.1.arguments"),
+    (ChatCompletionRequest, {"model": "m", "messages": [], **OUTPUTS}, "structured_outputs.structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "field"), HTTP)
+def test_texts_within_a_body_are_limited(kind: Any, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match="expected at most 32768 objects and lists") as refused:
+        parse_body(kind, json.dumps(body).encode()).parse()
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        ({"tools": [pb.Tool(name="f", parameters=MANY), pb.Tool(name="g", parameters=MANY)]}, "tools.1.parameters"),
+        ({"template_settings": json.dumps({"a": [[]] * 40_000})}, "template_settings"),
+        (
+            {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(arguments=MANY)] * 2)]},
+            "chat.messages.0.tool_calls.1.arguments",
+        ),
+    ],
+)
+def test_texts_within_a_chat_over_grpc_are_limited(chat: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match="expected at most 32768 objects and lists") as refused:
+        chat_of(pb.ChatMessages(**chat))
+    assert refused.value.field == field
+
+
+def test_schemas_of_a_structural_tag_over_grpc_are_limited() -> None:
+    tag = pb.StructuralTag(structures=[pb.StructuralTag.Structure(begin="<", schema=MANY, end=">")] * 2)
+    with pytest.raises(InputError, match="expected at most 32768 objects and lists") as refused:
+        _constraint(pb.Constraint(structural_tag=tag))
+    assert refused.value.field == "constraint.structural_tag.structures.1.schema"
+
+
+@pytest.mark.parametrize(("make", "text"), [(json_schema_text, "{" + " " * 65_536), (regex, "(" * 65_537)])
+def test_the_size_of_a_constraint_is_checked_before_it_is_parsed(make: Any, text: str) -> None:
+    with pytest.raises(InputError, match="constraint: expected at most 65536 bytes, got 65537"):
+        make(text, "constraint")
