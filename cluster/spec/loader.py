@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
+from operator import eq
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +26,10 @@ ENV_PREFIX = "TANDEM_"
 MAX_MISTAKES = 10
 CHART_VALUES = ("cluster",)
 UNKNOWN = "extra_forbidden"  # pydantic's error type
+# Values of these fields, and any text with a user's name or password in a URL, are not repeated in errors.
+SECRET_PATHS = (("security", "auth"), ("redis", "url"))
+SECRET_SECTION = "vllm"  # engine options, which may hold a token
+USER_INFO = re.compile(r"://[^/\s]*@")
 SCALARS = frozenset(
     name
     for name, field in ClusterSpec.model_fields.items()
@@ -99,7 +105,7 @@ def _parsed(text: str, where: str) -> Tree:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: expected YAML: {_flat(error)}", field=field) from None
+        raise ConfigError(f"{where}: expected YAML: {_fault(error)}", field=field) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -129,7 +135,7 @@ def _value(variable: str, text: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{variable}: expected a YAML value: {_flat(error)}", field=variable) from None
+        raise ConfigError(f"{variable}: expected a YAML value: {_fault(error)}", field=variable) from None
 
 
 def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> None:
@@ -155,7 +161,8 @@ def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> No
         if child is None:
             child = here[key] = [] if following.isdigit() else {}
         if not isinstance(child, dict | list):
-            raise ConfigError(f"{given_by}: expected {part} to be a section or list, got {child!r}", field=given_by)
+            got = _got(path, child)
+            raise ConfigError(f"{given_by}: expected {part} to be a section or list{got}", field=given_by)
         here = child
 
 
@@ -187,10 +194,17 @@ def _line(mistake: ErrorDetails) -> str:
         return f"{field}: expected at least {mistake['ctx']['min_length']}, got {mistake['ctx']['actual_length']}"
     if mistake["type"] == UNKNOWN:
         return f"{field}: expected a known field (docs/configuration.md lists them){_suggestion(mistake['loc'])}"
-    given = "" if isinstance(mistake["input"], dict | BaseModel) else f", got {mistake['input']!r}"
+    given = "" if isinstance(mistake["input"], dict | BaseModel) else _got(mistake["loc"], mistake["input"])
     # Validators of several fields name the wrong field in their message.
     text = f"{field}: {message}" if field and not message.startswith(field) else message
     return f"{text}{given}"
+
+
+def _got(loc: Sequence[int | str], value: object) -> str:
+    """Empty if the value may hold a secret."""
+    is_secret = any(all(map(eq, loc, path)) for path in SECRET_PATHS) or SECRET_SECTION in loc
+    shown = repr(value)
+    return "" if is_secret or USER_INFO.search(shown) else f", got {shown}"
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:
@@ -217,6 +231,15 @@ def _section(spec: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
     return ".".join(map(str, loc))
+
+
+def _fault(error: yaml.YAMLError) -> str:
+    """Without the text at fault, which may be a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return type(error).__name__
+    mark = error.problem_mark
+    what = ", ".join(filter(None, [error.context, error.problem]))
+    return f"{what}, at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _flat(error: Exception) -> str:

@@ -46,7 +46,8 @@ class TracingSpec(Frozen):
     @model_validator(mode="after")
     def _tls_needs_https(self) -> TracingSpec:
         if self.tls is not None and not (self.otlp_endpoint or "").startswith("https://"):
-            raise ValueError(f"tls: expected an https:// otlp_endpoint, got {self.otlp_endpoint!r}")
+            scheme = (self.otlp_endpoint or "none").partition(":")[0]  # the rest may hold a password
+            raise ValueError(f"tls: expected an https:// otlp_endpoint, got {scheme}")
         return self
 
 

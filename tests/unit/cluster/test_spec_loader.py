@@ -77,6 +77,35 @@ def test_every_mistake_has_a_line_and_none_is_counted_twice(tmp_path: Path) -> N
     ]
 
 
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "field"),
+    [
+        (f"security: {{auth: {{api_key_sha256: {SECRET}}}}}", {}, "security.auth.api_key_sha256"),
+        (f"security: {{auth: {SECRET}}}", {}, "security.auth"),
+        (f"security: [{SECRET}]", {}, "security"),
+        (f"redis: {{mode: external, url: ['redis://:{SECRET}@host']}}", {}, "redis.url"),
+        (f"observability: {{tracing: {{otlp_endpoint: 'grpc://me:{SECRET}@host'}}}}", {}, "tracing.otlp_endpoint"),
+        (
+            f"observability: {{tracing: {{otlp_endpoint: 'http://me:{SECRET}@host', tls: {{}}}}}}",
+            {},
+            "https:// otlp_endpoint, got http",
+        ),
+        (f"models: [{{engine: {{vllm: {{hf_token: [[{SECRET}]]}}}}}}]", {}, "vllm"),
+        ("", {"TANDEM_REDIS__URL": f"[{SECRET}"}, "TANDEM_REDIS__URL"),
+        (f"redis: {{url: {SECRET}}}", {"TANDEM_REDIS__URL__X": "1"}, "TANDEM_REDIS__URL__X"),
+        (f"redis: {{url: [{SECRET}", {}, "line 1, column"),
+    ],
+)
+def test_no_mistake_repeats_a_secret(tmp_path: Path, text: str, environ: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_spec(write(tmp_path, text), environ=environ)
+    assert field in refused.value.message
+    assert SECRET not in refused.value.message
+
+
 def test_values_of_the_chart_are_known_by_their_shape(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got values of the Helm chart: use the part below `cluster`"):
         load_spec(write(tmp_path, "cluster: {name: x}\nnode: {gpus: 8}"), environ={})
