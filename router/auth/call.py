@@ -59,6 +59,10 @@ class Call:
         if self.state in (None, RequestState.FINISHED):
             self.state, self.code = state, code
 
+    def refused(self, code: ErrorCode) -> None:
+        """One of its requests was refused, or failed, which `ended` may have told before."""
+        self.ended(RequestState.REJECTED, code, 0)
+
     @property
     def outcome(self) -> str:
         if self.state is not None:

@@ -53,31 +53,32 @@ class CallGate:
     def begin(self, method: str, access: AccessLevel, source: str, request_id: str, trace_id: str) -> Call:
         return Call(method, access, source, request_id, trace_id, self._clock.now_s(), self._limiter)
 
-    async def authenticate(self, call: Call, authorization: str | None) -> None:
-        """Sets the principal. Raises Unauthenticated, PermissionDenied, UnavailableError."""
+    async def authenticate(self, call: Call, authorization: str | None, *, is_again: bool = False) -> None:
+        """Sets the principal. `is_again`: before a further request of a call that began, whose line is due. Raises
+        Unauthenticated, PermissionDenied, UnavailableError."""
         try:
-            self._require_audit(call)
+            self._require_audit(call, is_again=is_again)
             try:
-                self.authenticate_again(call, authorization)
+                self.identify(call, authorization)
             except UnknownSigningKey:
                 if self._keys is None:
                     raise
                 await self._keys.refresh()
-                self.authenticate_again(call, authorization)
+                self.identify(call, authorization)
         except TandemError as error:
             call.code = error.code
             self._on_refused(error)
             raise
 
-    def _require_audit(self, call: Call) -> None:
+    def _require_audit(self, call: Call, *, is_again: bool) -> None:
         if self._audit is None:
             return
-        call.is_unlogged = True
+        call.is_unlogged = not is_again
         self._audit.require_room()
         call.is_unlogged = False
 
-    def authenticate_again(self, call: Call, authorization: str | None) -> None:
-        """As `authenticate`, with the keys that are loaded: a key may have expired since the call began."""
+    def identify(self, call: Call, authorization: str | None) -> None:
+        """As `authenticate`, with the keys that are loaded alone."""
         if self._keys is not None:
             call.principal = self._keys.identify(authorization, call.access)
             call.tenant = call.principal.tenant

@@ -18,7 +18,7 @@ from router.request_ids import new_request_id
 from router.request_terms import RequestTerms
 from router.requests.output import TextPiece
 from router.service import RouterService
-from tandem.errors import InputError, NotFound, TandemError
+from tandem.errors import InputError, NotFound, PermissionDenied, TandemError, Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceServicer
 from tandem.version import tandem_version
@@ -112,7 +112,8 @@ class OipEdge(GRPCInferenceServiceServicer):
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         """Answers one request after the other; for concurrent requests a client opens several streams. An idle stream
-        does not count as a running call. Each request is authenticated, as a stream may outlast its key."""
+        does not count as a running call. Each request is authenticated, as a stream may outlast its key, and ends the
+        stream if it is not."""
         if has_key(context):
             raise InputError(f"{HEADER}: expected only with ModelInfer; a stream has many requests", field=HEADER)
         async for request in request_iterator:
@@ -122,11 +123,11 @@ class OipEdge(GRPCInferenceServiceServicer):
     async def _stream(
         self, request: oip.ModelInferRequest, context: Any
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
+        call, header = call_of(context), header_of(context)
         try:
             with self._limit.of(caller_of(context)):
-                call, header = call_of(context), header_of(context)
                 if call is not None:
-                    self._service.calls.authenticate_again(call, header("authorization"))
+                    await self._service.calls.authenticate(call, header("authorization"), is_again=True)
                 terms = self._service.terms(header, context.time_remaining(), call)
                 parsed = self._parse(request, call)
                 async for pieces, reason in self._answer(parsed, terms):
@@ -134,9 +135,13 @@ class OipEdge(GRPCInferenceServiceServicer):
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
         except TandemError as error:
+            if call is not None:
+                call.refused(error.code)
+            if isinstance(error, Unauthenticated | PermissionDenied):
+                raise
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
-        if (call := call_of(context)) is not None:
+        if call is not None:
             self._service.calls.spend(call)  # the stream, and with it the call, may go on for hours
 
     async def _answer(

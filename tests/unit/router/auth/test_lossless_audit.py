@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from router.testing.stub_worker import until
 from tandem.config.auth import AuthSpec
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
 from tandem.telemetry.audit_chain import verify
 from tandem.testing.disks import SmallDisk
 from tandem.v1 import inference_pb2 as pb
@@ -53,6 +56,35 @@ async def test_no_call_goes_unlogged(cluster: Cluster, keys: Keys, disk: SmallDi
             await asyncio.sleep(0.05)
     await until(lambda: len(requests(path)) == answered + 1)
     assert is_intact(path)
+
+
+async def test_an_open_stream_answers_no_request_that_would_go_unlogged(
+    cluster: Cluster, keys: Keys, disk: SmallDisk, path: Path
+) -> None:
+    headers = keys.bearer("acme")
+    stub: oip_grpc.GRPCInferenceServiceAsyncStub = oip_grpc.GRPCInferenceServiceStub(cluster.channel)
+    stream = stub.ModelStreamInfer(metadata=keys.metadata("acme"))
+    request = oip.ModelInferRequest(model_name="nope", id="1")
+    await stream.write(request)
+    assert "inputs: expected" in await message(stream)
+    disk.fill()
+    async with asyncio.timeout(60):
+        while (await cluster.http.get("/v1/models", headers=headers)).status_code == 200:
+            pass
+    await stream.write(request)
+    assert "the audit log cannot be written" in await message(stream)
+    disk.free()
+    async with asyncio.timeout(60):
+        while (await cluster.http.get("/v1/models", headers=headers)).status_code != 200:
+            await asyncio.sleep(0.05)
+    await stream.done_writing()
+    await until(lambda: "ModelStreamInfer" in path.read_text())
+
+
+async def message(stream: Any) -> str:
+    reply = await stream.read()
+    assert isinstance(reply, oip.ModelStreamInferResponse)
+    return reply.error_message
 
 
 def is_intact(path: Path) -> bool:

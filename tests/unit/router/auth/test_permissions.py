@@ -40,9 +40,7 @@ def is_known(cluster: Cluster, keys: Keys, tenant: str) -> bool:
     """Whether the router has loaded the key of a tenant from the file."""
     calls = cluster.app.service.calls
     try:
-        calls.authenticate_again(
-            calls.begin("GET /x", AccessLevel.CALLER, "", "", ""), keys.bearer(tenant)["authorization"]
-        )
+        calls.identify(calls.begin("GET /x", AccessLevel.CALLER, "", "", ""), keys.bearer(tenant)["authorization"])
     except Unauthenticated:
         return False
     return True
@@ -246,11 +244,25 @@ async def test_an_open_stream_stops_answering_when_its_key_is_removed(
     change_keys(keys.path, lambda known: known.without(keys.ids["leaver"]))
     await until(lambda: not is_known(cluster, keys, "leaver"))
     await stream.write(request)
-    assert "expected a valid API key" in (await read()).error_message
-    await stream.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="expected a valid API key") as ended:
+        await read()
+    assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
     await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 1)
     [line] = lines(tmp_path / "audit.jsonl")
-    assert (line["tenant"], line["outcome"]) == ("leaver", "finished"), "that of the request that it answered"
+    assert (line["tenant"], line["outcome"], line["code"]) == ("leaver", "rejected", "invalid_api_key")
+    assert cluster.metric('tandem_requests_total{code="invalid_api_key"') == 1
+
+
+async def test_a_stream_whose_request_was_refused_is_not_logged_as_finished(
+    cluster: Cluster, keys: Keys, tmp_path: Path
+) -> None:
+    stub: oip_grpc.GRPCInferenceServiceAsyncStub = oip_grpc.GRPCInferenceServiceStub(cluster.channel)
+    stream = stub.ModelStreamInfer(iter([oip.ModelInferRequest(model_name="nope")]), metadata=keys.metadata("acme"))
+    [reply] = [each async for each in stream]
+    assert "inputs: expected" in reply.error_message
+    await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 1)
+    [line] = lines(tmp_path / "audit.jsonl")
+    assert (line["outcome"], line["code"]) == ("rejected", "invalid_argument")
 
 
 def _record(keys: Keys, tenant: str) -> api_keys.KeyRecord:
