@@ -98,9 +98,9 @@ class RouterService:
         """
         with self._held_images([raw], 1, terms):
             model, request = await self._parse(raw, terms, model_required, new_request_id())
-            self._check_limits([request], terms)
-            stream = self.dispatcher.submit(model, request, terms)
-        self._count_prompts(model, [request], terms)
+            with self._charged([(model, request)], terms) as submitted:
+                stream = self.dispatcher.submit(model, request, terms)
+                submitted.append(request)
         return SubmittedRequest(request, model, stream)
 
     async def submit_all(
@@ -120,8 +120,10 @@ class RouterService:
             parsed = [(model, request) for (model, _), request in zip(parsed, requests, strict=True)]
             with self.rejections_of(requests[0].model):
                 check_answers(requests, choices)
-            self._check_limits(requests, terms)
-            return await self._submit_parsed(parsed, choices, request_id, terms)
+            with self._charged(parsed, terms) as submitted:
+                answers = await self._submit_parsed(parsed, choices, request_id, terms)
+                submitted += requests
+            return answers
 
     @contextmanager
     def _held_images(self, raws: Sequence[RawRequest], choices: int, terms: RequestTerms | None) -> Iterator[None]:
@@ -146,21 +148,22 @@ class RouterService:
         for them. All are parsed and checked before. `fields`: of the prompts, for errors. A part for which the queue
         has no room waits for it, unless it is the first."""
         parsed = await self._parse_all(raws, request_id, terms, fields)
-        self._check_limits([request for _, request in parsed], terms)
         end_s = terms.deadline_s or time.monotonic() + PART_WAIT_S
         parts = _parts(parsed, most)
-        for number, part in enumerate(parts):
-            part_id = request_id if len(parts) == 1 else f"{request_id}-part{number}"
-            while True:
-                try:
-                    answers = await self._submit_parsed(part, 1, part_id, terms)
-                    break
-                except OverloadedError as error:
-                    if not number or time.monotonic() > end_s:
-                        raise
-                    delay_s = error.retry_after_s or 0.0
-                await asyncio.sleep(min(max(delay_s, PART_RETRY_S), 1.0))
-            yield answers
+        with self._charged(parsed, terms) as submitted:
+            for number, part in enumerate(parts):
+                part_id = request_id if len(parts) == 1 else f"{request_id}-part{number}"
+                while True:
+                    try:
+                        answers = await self._submit_parsed(part, 1, part_id, terms)
+                        break
+                    except OverloadedError as error:
+                        if not number or time.monotonic() > end_s:
+                            raise
+                        delay_s = error.retry_after_s or 0.0
+                    await asyncio.sleep(min(max(delay_s, PART_RETRY_S), 1.0))
+                submitted += [request for _, request in part]
+                yield answers
 
     async def _parse_all(
         self, raws: Sequence[RawRequest], request_id: str, terms: RequestTerms | None, fields: Sequence[str] = ()
@@ -200,7 +203,6 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._count_prompts(parsed[0][0], [request for _, request in parsed], terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(
@@ -231,17 +233,23 @@ class RouterService:
                 expand=partial(self._images.expand, model.base, tenant, salt, deadline_s),
             )
 
-    def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
-        """Checks the caller's token rate before submission. Raises RateLimited."""
+    @contextmanager
+    def _charged(self, parsed: Sequence[Parsed], terms: RequestTerms | None) -> Iterator[list[ValidRequest]]:
+        """Checks the caller's token rate and at once counts the prompts, which may be submitted much later than other
+        calls are checked. Then gives back those that are not in the list. A prompt counts once for all its choices: one
+        of them computes it. Raises RateLimited."""
+        submitted: list[ValidRequest] = []
         if terms is None or terms.call is None:
+            yield submitted
             return
-        with self.rejections_of(requests[0].model, RateLimited):
-            terms.call.check_prompt(_prompt_tokens(requests))
-
-    def _count_prompts(self, model: ServingModel, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
-        """A prompt counts once for all its choices: one of them computes it."""
-        if terms is not None and terms.call is not None:
-            terms.call.add_prompt(model.name, _prompt_tokens(requests))
+        name, tokens = parsed[0][0].name, _prompt_tokens([request for _, request in parsed])
+        with self.rejections_of(name, RateLimited):
+            terms.call.check_prompt(tokens)
+        terms.call.add_prompt(name, tokens)
+        try:
+            yield submitted
+        finally:
+            terms.call.add_prompt(name, _prompt_tokens(submitted) - tokens)
 
     async def tokenize(
         self, model: str, prompt: str | Chat, call: Call | None = None, *, special_tokens: bool = True

@@ -49,7 +49,7 @@ class Call:
         self.limiter.check_tokens(self.principal, tokens)
 
     def add_prompt(self, model: str, tokens: int) -> None:
-        """A prompt was submitted: counts its tokens."""
+        """Counts tokens of a prompt; gives them back if there are less than none."""
         self.model, self.prompt_tokens = model, self.prompt_tokens + tokens
         self.limiter.spend_tokens(self.principal, tokens)
 

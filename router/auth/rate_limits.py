@@ -52,7 +52,7 @@ class RateLimiter:
             self._check(self._bucket(principal, "tokens", limit), tokens, "tokens")
 
     def spend_tokens(self, principal: Principal, tokens: int) -> None:
-        """Takes the tokens of a submitted prompt or of an answer."""
+        """Takes the tokens of a prompt or of an answer; below 0, gives them back."""
         limit = principal.limits.tokens_per_minute
         if limit is not None and tokens:
             self._bucket(principal, "tokens", limit).level -= tokens

@@ -9,7 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+from router import service
 from router.admission import parse_threads
+from router.auth.principal import AccessLevel, Principal
+from router.requests.raw_request import RawRequest, RawSampling
 from router.requests.serving_model import ServingModel
 from router.testing.stub_worker import until
 from tandem.config.auth import LimitsSpec
@@ -92,3 +95,29 @@ async def test_the_request_is_counted_before_its_body_is_read(
         while (status := await asked()) == 401:  # until the key is loaded
             await asyncio.sleep(0.01)
     assert [status, await asked()] == [400, 429]
+
+
+async def test_a_call_in_parts_is_billed_when_it_is_checked_and_only_for_what_it_submits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PART_TOKENS", 1)
+    router = cluster.app.service
+    raws = [RawRequest(MODEL, (70,) * 60, RawSampling(max_tokens=1))] * 3
+
+    def asked() -> tuple[Any, Any]:
+        call = router.calls.begin("POST /v1/embeddings", AccessLevel.CALLER, "", "r", "")
+        call.principal = Principal("k", "acme", limits=LimitsSpec(tokens_per_minute=300))
+        terms = router.terms(lambda name: None, call=call)
+        return call, router.submit_in_parts(raws, ["input"] * 3, 4, "call", terms)
+
+    first, parts = asked()
+    await (await anext(parts)).collect()
+    with pytest.raises(RateLimited):
+        await anext(asked()[1])
+    assert first.prompt_tokens == 180
+    await parts.aclose()
+    assert first.prompt_tokens == 60
+    _, others = asked()
+    await (await anext(others)).collect()
+    await others.aclose()
+    await cluster.settled()
