@@ -37,6 +37,7 @@ from tandem.errors import (
     TandemError,
     UnavailableError,
 )
+from tandem.images import ExpandedPrompt
 
 SLICE_TOKENS = 16_384  # submitted at a time: about 1 ms; then others have the event loop for as long
 REQUEST_TOKENS = 4096  # a request costs as much as to copy a prompt of this length
@@ -209,17 +210,21 @@ class RouterService:
         self, raw: RawRequest, terms: RequestTerms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
         with self.rejections_of(
-            raw.model, DeadlineExceeded, InternalError, OverloadedError, RequestQuarantined, UnavailableError
+            raw.model,
+            DeadlineExceeded,
+            InternalError,
+            OverloadedError,
+            RateLimited,
+            RequestQuarantined,
+            UnavailableError,
         ):
             call = None if terms is None else terms.call
             model = self.models.find(raw.model, call, required=model_required)
             if call is not None:
                 call.request_id = request_id
                 call.name_model(model.name)
-            if images := _images_of(raw.prompt):
+            if _images_of(raw.prompt):
                 self._images.check(model.base)
-                if call is not None:  # before a worker reads them
-                    call.check_prompt(IMAGE_TOKENS * len(images))
             limit = self.dispatcher.fleet.max_model_tokens(model.base)
             salt = self.calls.salts.salt(_authenticated_tenant(call), raw.cache_salt)
             tenant, deadline_s = ("", None) if terms is None else (terms.tenant, terms.deadline_s)
@@ -230,8 +235,36 @@ class RouterService:
                 max_model_tokens=limit,
                 request_id=request_id,
                 cache_salt=salt,
-                expand=partial(self._images.expand, model.base, tenant, salt, deadline_s),
+                expand=partial(self._expanded, model, call, tenant, salt, deadline_s),
             )
+
+    async def _expanded(
+        self,
+        model: ServingModel,
+        call: Call | None,
+        tenant: str,
+        salt: bytes,
+        deadline_s: float | None,
+        prompt: Sequence[int],
+        images: Sequence[bytes],
+    ) -> ExpandedPrompt:
+        """Counts IMAGE_TOKENS for each image before a worker reads them, until the whole prompt can be counted. They
+        stay counted if a worker read in vain. Raises as `ImageExpander.expand`, and RateLimited."""
+        expand = partial(self._images.expand, model.base, tenant, salt, deadline_s, prompt, images)
+        if call is None:
+            return await expand()
+        spent = estimate = IMAGE_TOKENS * len(images)
+        call.check_prompt(estimate)
+        call.add_prompt(model.name, estimate)
+        try:
+            expanded = await expand()
+            spent = 0
+            return expanded
+        except (OverloadedError, RequestQuarantined, UnavailableError):  # no worker read them
+            spent = 0
+            raise
+        finally:
+            call.add_prompt(model.name, spent - estimate)
 
     @contextmanager
     def _charged(self, parsed: Sequence[Parsed], terms: RequestTerms | None) -> Iterator[list[ValidRequest]]:
@@ -267,7 +300,7 @@ class RouterService:
             tokens = await found.tokenize(prompt, self.threads, tenant, special_tokens=special_tokens)
             if images:
                 salt = self.calls.salts.salt(_authenticated_tenant(call), "")
-                tokens = (await self._images.expand(found.base, tenant, salt, None, tokens, images)).tokens
+                tokens = (await self._expanded(found, call, tenant, salt, None, tokens, images)).tokens
         if call is not None:
             call.add_prompt(found.name, len(tokens) - estimate)
         return found, tokens

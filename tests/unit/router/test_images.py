@@ -14,8 +14,8 @@ import pytest
 from router.requests import image_expansion
 from router.requests.image_expansion import EACH, SHARE_OF_ONE
 from router.testing.stub_worker import until
-from tandem.config.auth import AuthSpec
-from tandem.errors import OverloadedError, RequestFailed, UnavailableError
+from tandem.config.auth import AuthSpec, LimitsSpec
+from tandem.errors import InputError, OverloadedError, RequestFailed, UnavailableError
 from tandem.images import ExpandedPrompt
 from tandem.testing.models import write_tiny_llama
 from tandem.testing.small_engine import SmallEngine
@@ -44,6 +44,7 @@ def keys(tmp_path: Path) -> Keys:
     keys = Keys(tmp_path / "keys.yaml")
     keys.add("acme")
     keys.add("rival")
+    keys.add("short", limits=LimitsSpec(tokens_per_minute=400))
     return keys
 
 
@@ -149,3 +150,35 @@ async def test_images_of_one_tenant_that_wait_leave_places_to_others(
     for _ in range(EACH):
         slots.release()
     assert [(await each).status_code for each in waiting] == [200, 200]
+
+
+async def test_no_worker_reads_images_beyond_the_limit_of_a_key(cluster: Cluster, keys: Keys) -> None:
+    """Of any call; and images that a worker read in vain count too."""
+
+    def unreadable(asked: worker_pb2.ExpandImages) -> InputError:
+        return InputError("images: expected images", field="images")
+
+    cluster.prefill.expands = unreadable
+    tokenized = {"model": MODEL, "messages": MESSAGES}
+    source = {"type": "base64", "media_type": "image/gif", "data": base64.b64encode(IMAGE).decode()}
+    counted = {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    statuses = [
+        (await cluster.http.post(path, json=body, headers=keys.bearer("short"))).status_code
+        for path, body in (
+            ("/tokenize", tokenized),
+            ("/tokenize", tokenized),
+            ("/v1/messages/count_tokens", counted),
+            ("/v1/chat/completions", tokenized),
+        )
+    ]
+    assert statuses == [400, 429, 429, 429]
+    assert len(cluster.prefill.expansions) == 1
+
+
+async def test_images_that_no_worker_could_read_cost_nothing(cluster: Cluster, keys: Keys) -> None:
+    for worker in (cluster.prefill, cluster.decode):
+        worker.expands = lambda asked: UnavailableError("images: those of others took over 20 s to read")
+    assert (await chat(cluster, keys, "short")).status_code == 503
+    for worker in (cluster.prefill, cluster.decode):
+        worker.expands = expand
+    assert (await chat(cluster, keys, "short")).status_code == 200
