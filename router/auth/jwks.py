@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tandem.errors import ConfigError
 FETCH_TIMEOUT_S = 5.0
 MAX_JWKS_BYTES = 1 << 20
 MAX_KEYS = 256
+_PIECE_BYTES = 64 << 10
 # The public members of a key. An issuer may have published its private key by mistake, which we do not keep.
 _PUBLIC = frozenset({"kty", "crv", "x", "y", "n", "e"})
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
@@ -72,16 +75,26 @@ def read_jwks(path: Path, allowed: tuple[str, ...]) -> SigningKeys:
 
 
 def fetch_jwks(url: str, allowed: tuple[str, ...]) -> SigningKeys:
-    """Blocks: each step of the connection may take FETCH_TIMEOUT_S. Raises ConfigError."""
+    """Blocks: for the body FETCH_TIMEOUT_S, and as long for each earlier step of the connection. Raises ConfigError."""
     field = "security.auth.jwt.jwks_url"
     opener = urllib.request.build_opener(_NoRedirects)
     request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "tandem"})
     try:
         with opener.open(request, timeout=FETCH_TIMEOUT_S) as response:
-            data = response.read(MAX_JWKS_BYTES + 1)
+            data = _read(response)
     except (OSError, ValueError) as error:  # urllib's own errors are OSErrors
         raise ConfigError(f"{field}: {url}: {error}", field=field) from None
     return parse_jwks(_within(data, field), allowed, f"{field}: {url}")
+
+
+def _read(response: HTTPResponse) -> bytes:
+    """Up to MAX_JWKS_BYTES and a little more. Raises TimeoutError."""
+    data, end_s = b"", time.monotonic() + FETCH_TIMEOUT_S
+    while len(data) <= MAX_JWKS_BYTES and (some := response.read1(_PIECE_BYTES)):
+        data += some
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"expected the whole answer within {FETCH_TIMEOUT_S:g} s")
+    return data
 
 
 def _within(data: bytes, field: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from router.auth.api_keys import KeyTable
 from router.auth.authenticator import Authenticator
-from router.auth.jwks import SigningKeys, fetch_jwks, read_jwks
+from router.auth.jwks import FETCH_TIMEOUT_S, SigningKeys, fetch_jwks, read_jwks
 from router.auth.jwt_tokens import JwtVerifier
 from router.auth.keys_file import read_keys
 from router.auth.principal import AccessLevel, Principal
@@ -96,28 +96,53 @@ class FetchedKeys:
         self._verifier = verifier
         self._clock = clock
         self._fetching = asyncio.Lock()
+        self._fetch: asyncio.Future[SigningKeys] | None = None  # the last; it may outlast the wait for it
         self._tried_s: float | None = None
         self._current: SigningKeys | None = None
         self.current_s = clock.now_s()
 
     async def refresh(self, min_age_s: float = RETRY_S) -> None:
-        """Fetches them, unless the last attempt was less than `min_age_s` ago."""
+        """Fetches them, unless the last attempt was less than `min_age_s` ago. Waits FETCH_TIMEOUT_S for another's
+        fetch, and as long for its own."""
         asked_s = self._clock.now_s()
-        async with self._fetching:
-            if self._tried_s is not None and asked_s - self._tried_s < min_age_s:
-                return
-            try:
-                keys = await asyncio.to_thread(fetch_jwks, self._url, self._algorithms)
-            except ConfigError as error:
-                log.error("%s; the keys fetched before stay in use", error.message)
-                return
-            finally:
-                self._tried_s = self._clock.now_s()
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                await self._fetching.acquire()
+        except TimeoutError:
+            return
+        try:
+            if self._tried_s is None or asked_s - self._tried_s >= min_age_s:
+                await self._refetch()
+        finally:
+            self._fetching.release()
+
+    async def _refetch(self) -> None:
+        try:
+            keys = await self._fetched()
+        except ConfigError as error:
+            log.error("%s; the keys fetched before stay in use", error.message)
+            return
+        finally:
+            self._tried_s = self._clock.now_s()
         self.current_s = self._tried_s
         if keys != self._current:
             self._verifier.set_keys(keys)
             self._current = keys
             log.info("signing keys fetched", extra={"keys": len(keys)})
+
+    async def _fetched(self) -> SigningKeys:
+        """One thread at a time: an issuer that sends byte by byte may hold it for hours. Raises ConfigError."""
+        late = ConfigError(f"security.auth.jwt.jwks_url: {self._url}: expected an answer within {FETCH_TIMEOUT_S:g} s")
+        if self._fetch is not None and not self._fetch.done():
+            raise late
+        loop = asyncio.get_running_loop()
+        self._fetch = loop.run_in_executor(None, fetch_jwks, self._url, self._algorithms)
+        self._fetch.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps none waits for it
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                return await asyncio.shield(self._fetch)
+        except TimeoutError:
+            raise late from None
 
     async def run(self) -> None:
         while True:

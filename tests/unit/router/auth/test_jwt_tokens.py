@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import threading
@@ -18,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed448 import Ed448PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
+from router.auth import jwks as jwks_module
+from router.auth import key_refresh
 from router.auth.authenticator import Authenticator
 from router.auth.call_gate import CallGate
 from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
@@ -189,6 +192,8 @@ class _Issuer(HTTPServer):
     body = b""
     status = 200
     asked = 0
+    drips: threading.Event | None = None  # its headers come byte by byte until it is set
+    body_drips: threading.Event | None = None  # likewise the body
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that close before the end."""
@@ -199,10 +204,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked += 1
+        if (drips := self.server.drips) is not None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nx: ")
+            while not drips.wait(0.01):
+                self.wfile.write(b"x")
+            self.wfile.write(b"\r\n\r\n" + self.server.body)
+            return
         self.send_response(self.server.status)
         if self.server.status == 302:
             self.send_header("location", "http://127.0.0.1:1/elsewhere")
         self.end_headers()
+        while (body_drips := self.server.body_drips) is not None and not body_drips.wait(0.01):
+            self.wfile.write(b" ")
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -265,6 +278,34 @@ async def test_keys_roll_over_and_an_unreachable_issuer_leaves_the_old_keys(issu
         await authenticate(token(ED, "o", "EdDSA"))
     assert await authenticate(token()) == "acme"
     await calls.close()
+
+
+async def test_an_issuer_that_drips_bytes_holds_no_caller(issuer: _Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_refresh, "FETCH_TIMEOUT_S", 0.2)
+    clock, spec = (
+        FakeClock(),
+        JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=f"http://127.0.0.1:{issuer.server_port}"),
+    )
+    fetched = key_refresh.FetchedKeys(spec, JwtVerifier(spec), clock, 900.0)
+    issuer.drips, issuer.body = threading.Event(), jwks(*KEYS)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(fetched.refresh() for _ in range(3)))
+        clock.advance(10.0)
+        await fetched.refresh()
+        assert (issuer.asked, fetched.current_s) == (1, 0.0)
+        issuer.drips.set()
+        while fetched.current_s == 0.0:
+            clock.advance(10.0)
+            await fetched.refresh()
+    assert issuer.asked == 2
+
+
+def test_the_body_of_an_issuers_answer_has_a_time_limit(issuer: _Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jwks_module, "FETCH_TIMEOUT_S", 0.1)
+    issuer.body_drips = threading.Event()
+    with pytest.raises(ConfigError, match=r"expected the whole answer within 0\.1 s"):
+        fetch_jwks(f"http://127.0.0.1:{issuer.server_port}", ALLOWED)
+    issuer.body_drips.set()
 
 
 def test_a_jwks_file_is_read_at_the_start_and_a_broken_one_is_named(tmp_path: Path) -> None:
