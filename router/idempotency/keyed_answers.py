@@ -38,6 +38,9 @@ MAX_TOTAL_BYTES = 64 << 20  # of all answers that are kept
 MAX_KEYS = 10_000
 STOP_S = 1.0  # for runs to write their ends
 
+# Another priority, which fingerprints leave out, may be permitted.
+_FREEING = (ErrorCode.CANCELLED, ErrorCode.IDEMPOTENCY_KEY_REUSED, ErrorCode.PERMISSION_DENIED)
+
 # Writes an answer into a log. Returns the failure that the answer itself tells, or raises it.
 Produce = Callable[[AnswerLog], Awaitable[TandemError | None]]
 # Gets what a run raised, at its end.
@@ -261,7 +264,7 @@ def _outcome(log: AnswerLog, raised: TandemError | None) -> Outcome | None:
 
 def is_final(failure: TandemError) -> bool:
     """Whether a repeat gets this failure again."""
-    return not failure.wire.retryable and failure.code not in (ErrorCode.CANCELLED, ErrorCode.IDEMPOTENCY_KEY_REUSED)
+    return not failure.wire.retryable and failure.code not in _FREEING
 
 
 def key_reused() -> IdempotencyKeyReused:

@@ -366,6 +366,17 @@ class TestCallers:
         assert repeats[-1].json()["error"]["code"] == "rate_limit_exceeded"
         assert REPLAYED not in repeats[-1].headers
 
+    async def test_a_refused_priority_frees_the_key(self, cluster: Cluster, keys: Keys) -> None:
+        """A repeat with another priority is the same request."""
+        keys.add("nightly", priorities=("batch",))
+        headers = keys.bearer("nightly")
+        async with asyncio.timeout(60):
+            while (refused := await post(cluster, x_tandem_priority="interactive", **headers)).status_code == 401:
+                await asyncio.sleep(0.01)
+        assert refused.status_code == 403
+        repeat = await post(cluster, x_tandem_priority="batch", **headers)
+        assert (repeat.status_code, repeat.headers.get(REPLAYED)) == (200, None)
+
     async def test_the_audit_log_tells_the_end_of_a_request_whose_client_left(
         self, cluster: Cluster, keys: Keys, tmp_path: Path
     ) -> None:
