@@ -61,6 +61,11 @@ class ServedModels:
         found = self.by_name.get(name)
         return name if found is None else found.base
 
+    def parent(self, model: ServingModel, call: Call | None) -> str | None:
+        """Of an adapter, its model's name, if the caller may use that."""
+        may_use = call is None or call.principal.may_use(model.base)
+        return model.base if model.adapter and may_use else None
+
     def input_modalities(self, model: ServingModel) -> list[str]:
         """Of its engines that are known at present."""
         return ["text", "image"] if self._images.taken_by(model.base) else ["text"]

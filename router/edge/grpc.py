@@ -102,16 +102,17 @@ class InferenceEdge(InferenceServicer):
         return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        call = call_of(context)
         cards = [
             pb.ModelCard(
                 name=model.name,
                 max_model_tokens=model.max_model_tokens,
                 vocab_tokens=model.vocab_tokens,
                 ready=self._service.models.is_ready(model.name),
-                parent=model.base if model.adapter else "",
+                parent=self._service.models.parent(model, call) or "",
                 input_modalities=self._service.models.input_modalities(model),
             )
-            for model in self._service.models.usable_by(call_of(context)).values()
+            for model in self._service.models.usable_by(call).values()
         ]
         return pb.ListModelsResponse(models=cards)
 

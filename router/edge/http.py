@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.auth.call import Call
 from router.auth.http_gate import HttpGate, call_of, note_error
 from router.auth.web_pages import WebPages
 from router.edge.anthropic.answer_schema import TokenCount
@@ -264,12 +265,14 @@ class HttpEdge:
         return Response(_openapi_json(), media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        models = self._service.models.usable_by(call_of(request.scope))
-        return JsonResponse(ModelList(data=[self._card(model) for model in models.values()]))
+        call = call_of(request.scope)
+        models = self._service.models.usable_by(call)
+        return JsonResponse(ModelList(data=[self._card(model, call) for model in models.values()]))
 
     async def model(self, request: Request) -> Response:
-        model = self._service.models.find(request.path_params["name"], call_of(request.scope))
-        return JsonResponse(self._card(model))
+        call = call_of(request.scope)
+        model = self._service.models.find(request.path_params["name"], call)
+        return JsonResponse(self._card(model, call))
 
     async def health(self, request: Request) -> Response:
         return JsonResponse(StatusAnswer("ok"))
@@ -291,12 +294,12 @@ class HttpEdge:
 
         return answer
 
-    def _card(self, model: ServingModel) -> ModelCard:
+    def _card(self, model: ServingModel, call: Call | None) -> ModelCard:
         return ModelCard(
             id=model.name,
             max_model_len=model.max_model_tokens,
             input_modalities=self._service.models.input_modalities(model),
-            parent=model.base if model.adapter else msgspec.UNSET,
+            parent=self._service.models.parent(model, call) or msgspec.UNSET,
         )
 
     async def _answer(self, request: Request, answers: Answers, form: AnswerFormat, *, is_streamed: bool) -> Response:

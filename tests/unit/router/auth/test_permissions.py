@@ -24,6 +24,7 @@ from tandem.config.auth import LimitsSpec
 from tandem.errors import Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip import grpc_predict_v2_pb2_grpc as oip_grpc
+from tandem.v1 import cluster_pb2
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.router.auth.conftest import Keys
 from tests.unit.router.conftest import Cluster
@@ -150,6 +151,25 @@ async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-priority")
     assert (await complete(cluster, keys.bearer("nightly"))).status_code == 200
     assert (await complete(cluster, keys.bearer("lost"))).status_code == 403
+
+
+async def test_the_model_of_an_adapter_is_shown_only_to_keys_that_may_use_it(cluster: Cluster, keys: Keys) -> None:
+    cluster.app.service.models.set_adapters(
+        [cluster_pb2.ModelAdapter(model=MODEL, name="sql", fingerprint="a" * 32, served=True)]
+    )
+    keys.add("tuned", models=("sql",))
+    await until(lambda: is_known(cluster, keys, "tuned"))
+    for tenant, parent in (("tuned", None), ("acme", MODEL)):
+        headers = keys.bearer(tenant)
+        [card] = [
+            each
+            for each in (await cluster.http.get("/v1/models", headers=headers)).json()["data"]
+            if each["id"] == "sql"
+        ]
+        assert card.get("parent") == parent
+        assert (await cluster.http.get("/v1/models/sql", headers=headers)).json() == card
+        cards = await cluster.inference.ListModels(pb.ListModelsRequest(), metadata=keys.metadata(tenant))
+        assert [each.parent for each in cards.models if each.name == "sql"] == [parent or ""]
 
 
 async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(
