@@ -159,8 +159,11 @@ class ServingModel:
 
     async def detokenize(self, tokens: Sequence[int], threads: ParseThreads, tenant: str) -> str:
         """Raises InputError."""
-        self._check_ids("tokens", tokens)
-        decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)
+
+        def decode() -> str:
+            self._check_ids("tokens", tokens)
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
         if len(tokens) <= INLINE_PROMPT_TOKENS:
             return decode()
         return await threads.run(tenant, len(tokens) * CHARS_PER_TOKEN_OFTEN, decode)

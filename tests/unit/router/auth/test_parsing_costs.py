@@ -121,3 +121,16 @@ async def test_a_call_in_parts_is_billed_when_it_is_checked_and_only_for_what_it
     await (await anext(others)).collect()
     await others.aclose()
     await cluster.settled()
+
+
+async def test_the_ids_of_a_long_text_are_checked_by_the_threads(cluster: Cluster, keys: Keys) -> None:
+    threads, gate, headers = cluster.app.service.threads, threading.Event(), keys.bearer("acme")
+    held = [asyncio.create_task(threads.run("", 1, gate.wait)) for _ in range(parse_threads.PARSER_THREADS)]
+    await asyncio.sleep(0)
+    wrong = asyncio.create_task(
+        cluster.http.post("/detokenize", json={"tokens": [70] * 600 + [10**6]}, headers=headers)
+    )
+    await until(lambda: threads._slots._waiting.count("parsing", "acme") == 1)
+    gate.set()
+    await asyncio.gather(*held, wrong)
+    assert (wrong.result().status_code, wrong.result().json()["error"]["param"]) == (400, "tokens")
