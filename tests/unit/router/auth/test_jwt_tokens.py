@@ -297,6 +297,7 @@ async def test_an_issuer_that_drips_bytes_holds_no_caller(issuer: _Issuer, monke
         while fetched.current_s == 0.0:
             clock.advance(10.0)
             await fetched.refresh()
+            await asyncio.sleep(0.01)
     assert issuer.asked == 2
 
 
