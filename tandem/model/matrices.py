@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.model.device_matrices import QuantiseRows, device_matrix, quantised_rows
 from tandem.model.fp8 import FP8
-from tandem.native.build import cpu_fields
 from tandem.native.library import GROUP, Kernels
 
 Packed = TypeVar("Packed")
@@ -41,18 +40,6 @@ class Matrix(Protocol):
         ...
 
 
-def rows_for_kernels(cpu: Mapping[str, str]) -> float:
-    """Up to how many rows our kernels are faster than torch's CPU products, which use AVX-512 on Intel's processors
-    only. Ours use it with VNNI only."""
-    flags, is_intel = cpu.get("flags", "").split(), cpu.get("vendor_id") == "GenuineIntel"
-    if "avx512_vnni" in flags and not is_intel:
-        return math.inf
-    return 15 if "avx512f" in flags and "avx512_vnni" not in flags and is_intel else 48
-
-
-_ROWS_FOR_KERNELS: Final = rows_for_kernels(cpu_fields())
-
-
 @dataclass(frozen=True, slots=True)
 class Dense:
     """weight [out, in], bias [out]. `kernels`, if any, are used for as many rows as they are faster for."""
@@ -62,7 +49,7 @@ class Dense:
     kernels: Kernels | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.kernels is not None and x.shape[0] <= _ROWS_FOR_KERNELS:
+        if self.kernels is not None and x.shape[0] <= self.kernels.most_dense_rows:
             return self.kernels.linear_dense(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -102,7 +89,7 @@ class MatrixMaker:
         """Whether our kernels compute all products."""
         if self.kernels is None:
             return False
-        return self.quantises or self.batch_invariant or math.isinf(_ROWS_FOR_KERNELS)
+        return self.quantises or self.batch_invariant or math.isinf(self.kernels.most_dense_rows)
 
     @property
     def of_vocabulary(self) -> MatrixMaker:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError, InternalError
-from tandem.model import matrices
-from tandem.model.matrices import Dense, rows_for_kernels
-from tandem.native.library import Kernels
+from tandem.model.matrices import Dense
+from tandem.native.library import Kernels, rows_for_kernels
 
 
 @pytest.fixture(params=[8, 16])
@@ -39,8 +38,8 @@ def test_a_product_is_torchs_and_of_each_row_alone(kernels: Kernels, outputs: in
         assert torch.equal(got, torch.cat(alone))
 
 
-def test_of_many_rows_it_is_torchs_own_product(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "_ROWS_FOR_KERNELS", 48)
+def test_of_many_rows_it_is_torchs_own_product(kernels: Kernels) -> None:
+    kernels.most_dense_rows = 48
     weight, x = draw(20, 64), draw(200, 64)
     dense = Dense(weight, None, kernels)
     assert torch.equal(dense(x), F.linear(x, weight))
