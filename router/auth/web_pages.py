@@ -7,11 +7,14 @@ machine (DNS rebinding).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.errors import PermissionDenied
 
@@ -32,8 +35,21 @@ class WebPages:
         names = {_hostname(each) for each in self.allowed}
         if (name := _hostname(f"//{host}")) not in names and not _is_local(name):
             raise _denied("host", f"an address or a name of this machine, got {host[:100]!r}")
-        if origin is not None and origin not in self.allowed and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in self.allowed and origin.partition("://")[2] != host:
             raise _denied("origin", f"no page of another site, got {origin[:100]!r}")
+
+    def kept_from(self, app: ASGIApp, on_error: Callable[[Request, Exception], Awaitable[Response]]) -> ASGIApp:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                request = Request(scope)
+                try:
+                    self.check(request.headers)
+                except PermissionDenied as error:
+                    await (await on_error(request, error))(scope, receive, send)
+                    return
+            await app(scope, receive, send)
+
+        return guarded
 
 
 def _denied(header: str, expected: str) -> PermissionDenied:

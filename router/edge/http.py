@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from router.auth.call import Call
 from router.auth.http_gate import HttpGate, call_of, note_error
@@ -70,7 +70,7 @@ from router.requests.raw_request import RawRequest, renamed
 from router.requests.serving_model import ServingModel
 from router.service import RouterService
 from tandem.config.router import IdempotencySpec
-from tandem.errors import InputError, InternalError, PermissionDenied, RequestCancelled, TandemError
+from tandem.errors import InputError, InternalError, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
 OnError = Callable[[Request, Exception], Awaitable[Response]]
@@ -149,7 +149,7 @@ class HttpEdge:
         HttpGate(self._service.calls).guard(routes)
         app = Starlette(routes=routes, exception_handlers=on_error)
         app.router.redirect_slashes = False  # a path has one spelling
-        guarded = RequestIds(app if self._pages is None else _without_pages(app, self._pages))
+        guarded = RequestIds(app if self._pages is None else self._pages.kept_from(app, _on_tandem_error))
         if not self._cors_origins:
             return guarded
         return CORSMiddleware(
@@ -325,20 +325,6 @@ class HttpEdge:
             if not handed_over:
                 answers.cancel()
                 connection.when_lost(None)
-
-
-def _without_pages(app: ASGIApp, pages: WebPages) -> ASGIApp:
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            request = Request(scope)
-            try:
-                pages.check(request.headers)
-            except PermissionDenied as error:
-                await (await _on_tandem_error(request, error))(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return guarded
 
 
 @cache

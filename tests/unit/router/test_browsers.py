@@ -29,6 +29,8 @@ async def test_pages_of_strangers_reach_nothing_where_no_key_is_needed(cluster: 
         "/v1/completions", content=body, headers={"origin": PAGE, "content-type": "text/plain"}
     )
     assert (sent.status_code, sent.json()["error"]["param"]) == (403, "origin")
+    for origin in ("null", "http://[", "http://127.0.0.1.example.org", ""):
+        assert (await cluster.http.get("/v1/models", headers={"origin": origin})).status_code == 403, origin
     for host in ("rebound.example.org", "rebound.example.org:8000", "127.0.0.1.example.org", "["):
         for path in ("/v1/models", "/metrics", "/dashboard/"):
             read = await cluster.http.get(path, headers={"host": host})
