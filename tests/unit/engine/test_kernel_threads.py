@@ -1,5 +1,5 @@
-"""Threads that share a kernel's parts: each part done once, whoever calls, however many, after a fork too. The best of
-each row, which they look for. And vectors of both widths."""
+"""Threads share a kernel's parts: each part runs once, for any number of threads and callers, also after a fork. They
+find the best of each row. Vectors of both widths give the same bits."""
 
 from __future__ import annotations
 
