@@ -122,7 +122,7 @@ class GRPCInferenceServiceServicer(object):
 
     def ModelStreamInfer(self, request_iterator, context):
         """Each request gets any number of responses with its id; the last has triton_final_response. A failed request sets
-        error_message and does not affect other requests.
+        error_message and does not affect other requests; one whose key is refused ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class GRPCInferenceServiceStub:
     ModelInfer: _grpc.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelInferRequest, _grpc_predict_v2_pb2.ModelInferResponse]
     ModelStreamInfer: _grpc.StreamStreamMultiCallable[_grpc_predict_v2_pb2.ModelInferRequest, _grpc_predict_v2_pb2.ModelStreamInferResponse]
     """Each request gets any number of responses with its id; the last has triton_final_response. A failed request sets
-    error_message and does not affect other requests.
+    error_message and does not affect other requests; one whose key is refused ends the stream.
     """
     ModelConfig: _grpc.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelConfigRequest, _grpc_predict_v2_pb2.ModelConfigResponse]
     ModelStatistics: _grpc.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelStatisticsRequest, _grpc_predict_v2_pb2.ModelStatisticsResponse]
@@ -59,7 +59,7 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     ModelInfer: _aio.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelInferRequest, _grpc_predict_v2_pb2.ModelInferResponse]  # type: ignore[assignment]
     ModelStreamInfer: _aio.StreamStreamMultiCallable[_grpc_predict_v2_pb2.ModelInferRequest, _grpc_predict_v2_pb2.ModelStreamInferResponse]  # type: ignore[assignment]
     """Each request gets any number of responses with its id; the last has triton_final_response. A failed request sets
-    error_message and does not affect other requests.
+    error_message and does not affect other requests; one whose key is refused ends the stream.
     """
     ModelConfig: _aio.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelConfigRequest, _grpc_predict_v2_pb2.ModelConfigResponse]  # type: ignore[assignment]
     ModelStatistics: _aio.UnaryUnaryMultiCallable[_grpc_predict_v2_pb2.ModelStatisticsRequest, _grpc_predict_v2_pb2.ModelStatisticsResponse]  # type: ignore[assignment]
@@ -115,7 +115,7 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_grpc_predict_v2_pb2.ModelStreamInferResponse], _abc.AsyncIterator[_grpc_predict_v2_pb2.ModelStreamInferResponse]]:
         """Each request gets any number of responses with its id; the last has triton_final_response. A failed request sets
-        error_message and does not affect other requests.
+        error_message and does not affect other requests; one whose key is refused ends the stream.
         """
 
     @_abc_1.abstractmethod
